@@ -1,0 +1,49 @@
+// Chooses how a session's fetches travel, and proves it before it is used.
+//
+// Why: a silently slower path is the most common complaint about other stores. The choice is made once, at
+// attach, by a canary fetch (right content, measured rate), reported with the reason why a better path is
+// not possible, and refused if the caller requires a better one.
+
+#ifndef LOCKS_KVD_CLIENT_PATH_H_
+#define LOCKS_KVD_CLIENT_PATH_H_
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/fetcher.h"
+#include "proto/arena_memory.h"
+#include "proto/pool.pb.h"
+
+namespace kvd {
+
+class UcxWorker;
+
+struct PathReport {
+  PathKind path;
+  double canary_bytes_per_second = 0;
+  double canary_seconds = 0;
+  std::vector<std::string> rejected;  // "shared: <why not>" for each better path that is not used
+};
+
+struct ChosenPath {
+  std::unique_ptr<Fetcher> fetcher;
+  PathReport report;
+};
+
+struct PathOptions {
+  std::optional<PathKind> required;  // refuse anything slower: kFailedPrecondition says why it is impossible
+  absl::Duration timeout = absl::Seconds(5);
+};
+
+// Tries shared, then ucx (`ucx` null: no UCX in this process), each proved by a fetch of the canary slot.
+// Blocking: up to the timeout. Errors: kFailedPrecondition if no allowed path works, with every reason;
+// kDataLoss if a path delivered wrong canary bytes.
+absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, const ArenaShape& shape,
+                                      UcxWorker* ucx, const PathOptions& options);
+
+}  // namespace kvd
+
+#endif  // LOCKS_KVD_CLIENT_PATH_H_
