@@ -35,6 +35,7 @@ struct ChosenPath {
 
 struct PathOptions {
   std::optional<PathKind> required;  // refuse anything slower: kFailedPrecondition says why it is impossible
+  std::optional<PathKind> best;      // try nothing faster: to measure or test a path that is not the best one
   absl::Duration timeout = absl::Seconds(5);
 };
 

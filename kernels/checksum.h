@@ -13,6 +13,10 @@
 
 #include "kernels/check.h"
 
+#if KVD_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace kvd {
 
 inline constexpr uint64_t kGolden64 = 0x9E3779B97F4A7C15ull;
@@ -26,6 +30,14 @@ KVD_HD constexpr uint64_t Mix64(uint64_t z) {
 
 // The checksum of `bytes` bytes at `data`; 0 for none.
 uint64_t Checksum64(const void* data, size_t bytes);
+
+#if KVD_CUDA
+// sums[i] = Checksum64 of the `bytes` bytes at data[i]; all in device memory, each piece 4-byte aligned.
+// Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable.
+// Errors:   cudaErrorInvalidValue unless bytes is a multiple of 4; else the launch's.
+[[nodiscard]] cudaError_t LaunchChecksum64(const uint8_t* const* data, int64_t num_pieces, size_t bytes,
+                                           uint64_t* sums, cudaStream_t stream);
+#endif
 
 }  // namespace kvd
 

@@ -10,6 +10,10 @@
 
 #include "kernels/layout.h"
 
+#if KVD_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace kvd {
 
 // One unit to copy out of an arena.
@@ -41,6 +45,31 @@ void PackUnit(const EngineKv& kv, int head, int64_t first_token, int head_dim, i
               uint8_t* unit);
 
 }  // namespace ref
+
+#if KVD_CUDA
+// GatherUnits on the GPU: every pointer, and every pointer behind one, can be read on the device; sources
+// and destinations are 16-byte aligned. Nothing is written to a destination before its unit's generation
+// was checked. `valid` as above.
+// Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable.
+// Limits:   unit_bytes is a multiple of 2048, up to 32 KiB (every geometry of Problem has that).
+// Errors:   cudaErrorInvalidValue if a limit is violated (nothing is enqueued); else the launch's.
+[[nodiscard]] cudaError_t LaunchGatherUnits(const GatherUnit* units, int64_t num_units, size_t unit_bytes,
+                                            uint8_t* valid, cudaStream_t stream);
+
+// PackUnit for `num_units` units: entry i packs head heads[i] from token first_tokens[i] on into out[i].
+// The engine's rows and the units are 16-byte aligned. Stream and Errors as above.
+struct PackArgs {
+  EngineKv kv;                  // device memory
+  int64_t num_units;
+  const int32_t* heads;         // [num_units], device
+  const int64_t* first_tokens;  // [num_units], device
+  int head_dim;
+  int page_tokens;
+  uint8_t* const* out;          // [num_units], device
+};
+[[nodiscard]] cudaError_t LaunchPackUnits(const PackArgs& args, cudaStream_t stream);
+#endif
+
 }  // namespace kvd
 
 #endif  // LOCKS_KVD_KERNELS_GATHER_H_

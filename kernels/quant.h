@@ -1,7 +1,7 @@
-// Packing of the codes of a record: int4 pairs, the centroid's two nibbles, int8 rounding, bf16 scales.
+// Packing of the codes of a record: int4 pairs and the centroid's two nibbles.
 //
-// Why: every reader and writer of a record goes through these few functions, so that nibble order and
-// signs are decided once (kernels/layout.h: the even dim stands in the low nibble).
+// Why: every reader and writer of a record goes through these few functions, so that nibble order
+// and signs are decided once (kernels/layout.h: the even dim stands in the low nibble).
 // Thread safety: pure functions. Host and device.
 
 #ifndef LOCKS_KVD_KERNELS_QUANT_H_
@@ -30,14 +30,15 @@ KVD_HD inline int Int4At(const uint8_t* row, int dim) {
   return SignedNibble(dim % 2 == 0 ? LowNibble(byte) : HighNibble(byte));
 }
 
-// An int8 code is cut as mu8 = 16 hi + lo, hi = floor(mu8 / 16) in -8..7 and lo in 0..15. The coarse part
-// stores hi + 8 ("offset binary"), the fine part lo.
+// An int8 code is cut as mu8 = 16 hi + lo, hi = floor(mu8 / 16) in -8..7 and lo in 0..15. The
+// coarse part stores hi + 8 ("offset binary"), the fine part lo.
 KVD_HD constexpr int CentroidHighNibble(int mu8) { return (mu8 + 128) >> 4; }
 KVD_HD constexpr int CentroidLowNibble(int mu8) { return (mu8 + 128) & 15; }
 KVD_HD constexpr int CentroidCode(int high_nibble, int low_nibble) {
   return 16 * high_nibble + low_nibble - 128;
 }
-// What the coarse scan uses for the centroid: the middle of the 16 codes that share the high nibble.
+// What the coarse scan uses for the centroid: the middle of the 16 codes that share the high
+// nibble.
 KVD_HD constexpr float CoarseCentroidCode(int high_nibble) {
   return static_cast<float>(16 * high_nibble - 128) + 7.5f;
 }

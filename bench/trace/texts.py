@@ -3,6 +3,7 @@
 The manual's pod markup is stripped to plain prose: code samples (verbatim paragraphs) are dropped,
 formatting codes are opened, and each paragraph becomes one line. Files do not share text.
 """
+
 import glob
 import os
 import re
@@ -10,9 +11,9 @@ import re
 LICENCE_DIR = "/usr/share/common-licenses"
 POD_PATTERN = "/usr/share/perl/*/pod/{name}.pod"
 POD_NAMES = (
-    "perlhacktips", "perlport", "perlretut", "perlunicode", "perlsub", "perllocale", "perlipc",
-    "perlguts", "perlop", "perlre", "perlpodspec", "perlglossary", "perlvar", "perlfunc", "perlxs",
-    "perldata", "perlebcdic", "perlhack",
+    "perlhack", "perlglossary", "perlport", "perlsub", "perlunicode", "perllocale", "perlpodspec",
+    "perlop", "perlre", "perlretut", "perlguts", "perlvar", "perlipc", "perlxs", "perldata",
+    "perlebcdic", "perlfunc", "perlhacktips",
 )  # fmt: skip
 LICENCE_NAMES = ("GPL-3",)
 _ESCAPES = {"lt": "<", "gt": ">", "verbar": "|", "sol": "/", "amp": "&", "quot": '"', "nbsp": " "}
@@ -58,12 +59,14 @@ def load(name_or_path):
         with open(path, encoding="utf-8") as file:
             content = file.read()
     except UnicodeDecodeError as error:
-        raise TextError(f"text {path}: expected UTF-8, got {error}; convert it with iconv") from error
+        raise TextError(
+            f"text {path}: expected UTF-8, got {error}; convert it with iconv"
+        ) from error
     return name, plain_text_of_pod(content) if path.endswith(".pod") else content
 
 
 def plain_text_of_pod(pod):
-    """Prose of a pod document: headings, items and paragraphs, one a line, an empty line between."""
+    """Prose of a pod document: heading, item or paragraph a line, an empty line between."""
     lines, skipped_until = [], None
     for paragraph in re.split(r"\n[ \t]*\n", pod.replace("\r\n", "\n")):
         paragraph = paragraph.strip("\n")
@@ -115,5 +118,7 @@ def _content_of(letter, content):
         return _ESCAPES.get(content, "")
     if letter == "L":
         label, bar, target = content.partition("|")
-        return label if bar else content.replace("/", ", ").replace('"', "").strip(", ")
+        if bar or "://" in content:
+            return label
+        return content.replace("/", ", ").replace('"', "").strip(", ")
     return content

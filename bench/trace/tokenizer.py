@@ -4,6 +4,7 @@ Text is cut at special tokens, then each digit stands alone, then the GPT-2 patt
 each piece is merged by rank. Python's `re` has no \\p{L}, \\p{N}: the classes are built from
 unicodedata, so they are exact for this Python's Unicode version.
 """
+
 import functools
 import re
 import sys
@@ -32,7 +33,8 @@ def _patterns():
     digit = re.compile(f"([{numbers}])")
     word = re.compile(
         f"'(?:[sdmt]|ll|ve|re)| ?[{letters}]+| ?[{numbers}]+"
-        f"| ?[^{_WHITE_SPACE}{letters}{numbers}]+|[{_WHITE_SPACE}]+(?![^{_WHITE_SPACE}])|[{_WHITE_SPACE}]+"
+        f"| ?[^{_WHITE_SPACE}{letters}{numbers}]+"
+        f"|[{_WHITE_SPACE}]+(?![^{_WHITE_SPACE}])|[{_WHITE_SPACE}]+"
     )
     return digit, word
 
@@ -63,7 +65,9 @@ class Tokenizer:
         self._special = {tokens[i] for i, kind in enumerate(token_types) if kind == _CONTROL}
         longest_first = sorted(self._special, key=len, reverse=True)
         self._special_pattern = re.compile(
-            "(" + "|".join(re.escape(token) for token in longest_first) + ")" if longest_first else r"(?!)()"
+            "(" + "|".join(re.escape(token) for token in longest_first) + ")"
+            if longest_first
+            else r"(?!)()"
         )
         self._cache = {}
 
@@ -83,17 +87,23 @@ class Tokenizer:
         byte_of = {letter: byte for byte, letter in _byte_letters().items()}
         out = bytearray()
         for token in (self._tokens[i] for i in ids):
-            out += token.encode("utf-8") if token in self._special else bytes(byte_of[c] for c in token)
+            out += (
+                token.encode("utf-8")
+                if token in self._special
+                else bytes(byte_of[c] for c in token)
+            )
         return out.decode("utf-8", "replace")
 
     def _encode_piece(self, piece):
         if piece not in self._cache:
             table = _byte_letters()
-            self._cache[piece] = [self._ids[part] for part in self._merge([table[b] for b in piece.encode("utf-8")])]
+            self._cache[piece] = [
+                self._ids[part] for part in self._merge([table[b] for b in piece.encode("utf-8")])
+            ]
         return self._cache[piece]
 
     def _merge(self, parts):
-        """Joins the adjacent pair of lowest rank, everywhere it occurs, until no pair has a rank."""
+        """Joins the adjacent pair of lowest rank, wherever it occurs, until no pair has one."""
         no_rank = len(self._ranks)
         while len(parts) > 1:
             best = min(zip(parts, parts[1:]), key=lambda pair: self._ranks.get(pair, no_rank))

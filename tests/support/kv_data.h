@@ -1,7 +1,10 @@
-// Seeded keys, values and queries for tests and benchmarks: the synthetic regimes (kernels/README.md,
-// "Synthetic data") and the adversarial pages, each with what is expected of it.
+// Seeded keys, values and queries for tests and benchmarks: the synthetic regimes
+// (kernels/README.md, "Synthetic data") and the adversarial pages, each with what is expected of
+// it.
 //
-// Thread safety: pure functions; the same arguments give the same bits on every machine.
+// Thread safety: pure functions. The same arguments give the same bits: of RandomKv and
+// AdversarialPages on every machine, of MakeSyntheticHead in one build (it rounds results of libm's
+// cos and exp).
 
 #ifndef LOCKS_KVD_TESTS_SUPPORT_KV_DATA_H_
 #define LOCKS_KVD_TESTS_SUPPORT_KV_DATA_H_
@@ -48,6 +51,11 @@ SyntheticHead MakeSyntheticHead(const SyntheticSpec& spec);
 // Uniform fill of `count` values in N(0, sigma^2), rounded to `dtype`.
 std::vector<uint16_t> RandomKv(int64_t count, KvDtype dtype, float sigma, uint64_t seed);
 
+// The query metric of `queries` ([n, D] bit patterns) as QueryMetric::at gives it: mean of q q',
+// rotated if the records are, plus .01 tr(S) / D on the diagonal.
+std::vector<float> MetricOfQueries(const std::vector<uint16_t>& queries, int head_dim,
+                                   KvDtype dtype, bool rotated);
+
 // A page that breaks careless encoders.
 struct AdversarialPage {
   std::string name;
@@ -55,7 +63,8 @@ struct AdversarialPage {
   int max_modes;               // modes with non-zero scale may not exceed this; -1: no expectation
   bool exact;                  // logits must be right to the centroid's and coefficients' rounding
 };
-std::vector<AdversarialPage> AdversarialPages(int head_dim, int page_tokens, int rank, KvDtype dtype);
+std::vector<AdversarialPage> AdversarialPages(int head_dim, int page_tokens, int rank,
+                                              KvDtype dtype);
 
 }  // namespace kvd::testing
 

@@ -1,5 +1,5 @@
-// The truth in double precision, written independently of kernels/ (Eigen for the eigenproblem), reading
-// the same stored codes. Slow and plain on purpose.
+// The truth in double precision, written independently of kernels/ (Eigen for the eigenproblem),
+// reading the same stored codes. Slow and plain on purpose.
 
 #ifndef LOCKS_KVD_TESTS_SUPPORT_ORACLE_H_
 #define LOCKS_KVD_TESTS_SUPPORT_ORACLE_H_
@@ -16,17 +16,17 @@ double OracleLogit(const uint16_t* q, const uint16_t* k, int head_dim, KvDtype d
                    double softcap);
 
 // lse of the exact logits of one page's keys.
-double OraclePageLse(const uint16_t* q, const uint16_t* keys, int page_tokens, int head_dim, KvDtype dtype,
-                     double scale, double softcap);
+double OraclePageLse(const uint16_t* q, const uint16_t* keys, int page_tokens, int head_dim,
+                     KvDtype dtype, double scale, double softcap);
 
-// lse that a record stands for, from its stored codes; `fine` null: the coarse estimate with its tau term.
-// `q` is already rotated if the record is.
+// lse that a record stands for, from its stored codes; `fine` null: the coarse estimate with its
+// tau term. `q` is already rotated if the record is.
 double OracleRecordLse(const uint16_t* q, const uint8_t* coarse, const uint8_t* fine, int head_dim,
                        int page_tokens, int rank, KvDtype dtype, double scale, double softcap);
 // The B logits behind it (without the tau term).
-std::vector<double> OracleRecordLogits(const uint16_t* q, const uint8_t* coarse, const uint8_t* fine,
-                                       int head_dim, int page_tokens, int rank, KvDtype dtype, double scale,
-                                       double softcap);
+std::vector<double> OracleRecordLogits(const uint16_t* q, const uint8_t* coarse,
+                                       const uint8_t* fine, int head_dim, int page_tokens, int rank,
+                                       KvDtype dtype, double scale, double softcap);
 
 struct OracleAttention {
   std::vector<double> o;
@@ -34,7 +34,8 @@ struct OracleAttention {
 };
 // Exact attention over `num_tokens` rows of K and V, [T, D] bit patterns.
 OracleAttention OracleAttend(const uint16_t* q, const uint16_t* keys, const uint16_t* values,
-                             int64_t num_tokens, int head_dim, KvDtype dtype, double scale, double softcap);
+                             int64_t num_tokens, int head_dim, KvDtype dtype, double scale,
+                             double softcap);
 
 double LogAddExp(double a, double b);
 

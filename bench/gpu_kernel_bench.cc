@@ -1,0 +1,367 @@
+// Times the GPU kernels next to what the card's memory gives to plain read and copy kernels in the same run.
+// usage: gpu_kernel_bench [--json=FILE] [--commit=HASH]
+//
+// Method: D 128, B 16, R 8, Hk 8, G 4, bf16. Each kernel is launched over several sets of buffers, more bytes
+// together than the L2 holds, in one CUDA graph; a figure is the median over replays of the time a launch
+// takes, gaps included. Results are checked against kvd::ref; a wrong one ends the program with status 1.
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/strings/str_cat.h"
+#include "bench/gpu_bandwidth.h"
+#include "bench/report.h"
+#include "kernels/attend.h"
+#include "kernels/checksum.h"
+#include "kernels/gather.h"
+#include "kernels/rotate.h"
+#include "kernels/score.h"
+#include "kernels/summarize.h"
+#include "tests/support/gpu.h"
+#include "tests/support/kv_data.h"
+
+ABSL_FLAG(std::string, json, "", "file to write the figures to; empty: none");
+ABSL_FLAG(std::string, commit, "", "commit that this program was built from; empty: ask git");
+
+namespace kvd::bench {
+namespace {
+
+using kvd::testing::DeviceArray;
+using kvd::testing::Graph;
+
+constexpr int kDim = 128, kTokens = 16, kRank = 8, kKvHeads = 8, kGroup = 4;
+constexpr float kScale = 0.08838834764831845f;  // 128^-1/2
+constexpr SummaryLayout kLayout = MakeSummaryLayout(kDim, kTokens, kRank);
+constexpr size_t kUnitBytes = MakeUnitLayout(kDim, kTokens).bytes;
+constexpr size_t kRotateBytes = size_t{400} << 20;  // several times the L2
+
+int num_wrong = 0;
+
+void Expect(bool right, const std::string& what) {
+  if (right) return;
+  ++num_wrong;
+  std::fprintf(stderr, "WRONG: %s\n", what.c_str());
+}
+
+// Median microseconds of one of the `num_launches` launches that `enqueue(i, stream)` makes.
+double MedianUs(int num_launches, const std::function<void(int, cudaStream_t)>& enqueue) {
+  const Graph graph([&](cudaStream_t stream) {
+    for (int i = 0; i < num_launches; ++i) enqueue(i, stream);
+  });
+  for (int i = 0; i < 3; ++i) graph.Replay();
+  std::vector<double> us;
+  for (int i = 0; i < 25; ++i) us.push_back(double{graph.ReplayMs()} * 1000 / num_launches);
+  return Median(us);
+}
+
+int NumSets(size_t bytes) { return static_cast<int>(std::clamp<size_t>(kRotateBytes / bytes + 1, 2, 64)); }
+int NumLaunches(int sets) { return (20 + sets - 1) / sets * sets; }
+
+// --- bandwidth -------------------------------------------------------------------------------------
+
+// Bytes a microsecond of the better plain read kernel at this size.
+double ReadRate(size_t bytes, bool print = true) {
+  bytes = (bytes + 16383) / 16384 * 16384;
+  const int sets = NumSets(bytes);
+  DeviceArray<uint8_t> data(bytes * static_cast<size_t>(sets));
+  data.Poison(0x5A);
+  DeviceArray<uint32_t> sink(1);
+  double best = 0;
+  for (const ReadKind kind : {ReadKind::kVectorLoads, ReadKind::kBulkCopies}) {
+    const double us = MedianUs(NumLaunches(sets), [&](int i, cudaStream_t stream) {
+      KVD_CUDA_OK(LaunchRead(kind, data.data() + static_cast<size_t>(i % sets) * bytes, bytes, sink.data(), stream));
+    });
+    if (print) std::printf("  read %zu MiB, %s: %.1f us\n", bytes >> 20, kind == ReadKind::kVectorLoads ? "loads" : "bulk", us);
+    best = std::max(best, static_cast<double>(bytes) / us);
+  }
+  return best;
+}
+
+// Microseconds of a plain copy of `bytes` bytes.
+double CopyUs(size_t bytes) {
+  const int sets = NumSets(bytes);
+  DeviceArray<uint8_t> from(bytes * static_cast<size_t>(sets)), to(bytes * static_cast<size_t>(sets));
+  from.Poison(0x5A);
+  return MedianUs(NumLaunches(sets), [&](int i, cudaStream_t stream) {
+    const size_t at = static_cast<size_t>(i % sets) * bytes;
+    KVD_CUDA_OK(LaunchCopy(from.data() + at, bytes, to.data() + at, stream));
+  });
+}
+
+// --- score -----------------------------------------------------------------------------------------
+
+// Records of random units, repeated over every mirror: record i of a mirror is number i % kNumRecords here.
+struct Records {
+  static constexpr int kNumRecords = 4093;
+  std::vector<uint8_t> coarse, fine;
+  Records() : coarse(kNumRecords * kLayout.coarse_bytes), fine(kNumRecords * kLayout.fine_bytes) {
+    const int64_t count = int64_t{kTokens} * kDim;
+    std::vector<uint8_t> unit(kUnitBytes);
+    for (int64_t i = 0; i < kNumRecords; ++i) {
+      const auto keys = kvd::testing::RandomKv(count, KvDtype::kBf16, 1.0f, static_cast<uint64_t>(i));
+      std::memcpy(unit.data(), keys.data(), keys.size() * 2);
+      ref::Summarize({kDim, kTokens, kRank, KvDtype::kBf16, true, Encoder::kE0, unit.data(), nullptr,
+                      coarse.data() + i * kLayout.coarse_bytes, fine.data() + i * kLayout.fine_bytes});
+    }
+  }
+};
+
+// `num` elements, the pattern again and again.
+DeviceArray<uint8_t> Repeat(const std::vector<uint8_t>& pattern, size_t size) {
+  DeviceArray<uint8_t> out(std::max(size, pattern.size()));
+  out.Upload(pattern);
+  for (size_t done = pattern.size(); done < size; done *= 2)
+    KVD_CUDA_OK(cudaMemcpy(out.data() + done, out.data(), std::min(done, size - done), cudaMemcpyDeviceToDevice));
+  KVD_CUDA_OK(cudaDeviceSynchronize());
+  return out;
+}
+
+enum class Scan { kFull, kCoarse, kRefine };
+
+// Several mirrors of `sequences` sequences of `pages` pages, and what a scan of them must give.
+class ScoreBench {
+ public:
+  ScoreBench(const Records& records, int sequences, int pages, int sets)
+      : sequences_(sequences), pages_(pages), sets_(sets),
+        coarse_(Repeat(records.coarse, NumRecords() * kLayout.coarse_bytes)),
+        fine_(Repeat(records.fine, NumRecords() * kLayout.fine_bytes)),
+        query_(kvd::testing::RandomKv(int64_t{sequences} * kKvHeads * kGroup * kDim, KvDtype::kBf16, 1.0f, 7)),
+        d_query_(query_), coarse_bases_(Bases(coarse_, kLayout.coarse_bytes)), fine_bases_(Bases(fine_, kLayout.fine_bytes)),
+        capacity_(std::vector<int64_t>(static_cast<size_t>(sequences), pages)),
+        num_pages_(std::vector<int32_t>(static_cast<size_t>(sequences), pages)),
+        lse_(static_cast<size_t>(sequences * kKvHeads * kGroup) * static_cast<size_t>(pages)) {
+    lse_.Poison();
+  }
+
+  ScoreArgs Args(int set) const {
+    const size_t at = static_cast<size_t>(set) * static_cast<size_t>(sequences_);
+    return {sequences_, kKvHeads, kGroup, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0, d_query_.data(),
+            coarse_bases_.data() + at, fine_bases_.data() + at, capacity_.data(), num_pages_.data(), pages_, lse_.data()};
+  }
+
+  // Every result of the last launch against the reference's for the same record and queries.
+  void Check(const Records& records, Scan scan, int set, const std::string& what) const {
+    const std::vector<float> got = lse_.Download();
+    std::vector<float> want(Records::kNumRecords * kGroup);
+    const uint8_t *coarse = records.coarse.data(), *fine = records.fine.data();
+    const int64_t capacity = Records::kNumRecords;
+    const int32_t count = Records::kNumRecords;
+    int64_t wrong = 0;
+    for (int row = 0; row < sequences_ * kKvHeads; ++row) {
+      const ScoreArgs args = {1, 1, kGroup, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0,
+                              query_.data() + row * kGroup * kDim, &coarse, &fine, &capacity, &count,
+                              Records::kNumRecords, want.data()};
+      scan == Scan::kCoarse ? ref::ScoreCoarse(args) : ref::ScoreFull(args);
+      const size_t first = (static_cast<size_t>(set) * static_cast<size_t>(sequences_ * kKvHeads) + static_cast<size_t>(row)) *
+                           static_cast<size_t>(pages_);
+      for (int g = 0; g < kGroup; ++g) {
+        for (size_t p = 0; p < static_cast<size_t>(pages_); ++p) {
+          const float w = want[static_cast<size_t>(g * Records::kNumRecords) + (first + p) % Records::kNumRecords];
+          const float v = got[(static_cast<size_t>(row * kGroup + g)) * static_cast<size_t>(pages_) + p];
+          if (scan != Scan::kRefine || p % 32 == 0) wrong += !(std::abs(v - w) <= 1e-3f);
+        }
+      }
+    }
+    Expect(wrong == 0, absl::StrCat(what, ": ", wrong, " results differ from the reference"));
+  }
+
+  int sets() const { return sets_; }
+
+ private:
+  size_t NumRecords() const {
+    return static_cast<size_t>(sets_) * static_cast<size_t>(sequences_) * kKvHeads * static_cast<size_t>(pages_);
+  }
+  DeviceArray<const uint8_t*> Bases(const DeviceArray<uint8_t>& data, size_t record_bytes) const {
+    std::vector<const uint8_t*> bases;
+    for (int i = 0; i < sets_ * sequences_; ++i)
+      bases.push_back(data.data() + static_cast<size_t>(i) * kKvHeads * static_cast<size_t>(pages_) * record_bytes);
+    return DeviceArray<const uint8_t*>(bases);
+  }
+
+  int sequences_, pages_, sets_;
+  DeviceArray<uint8_t> coarse_, fine_;
+  std::vector<uint16_t> query_;
+  DeviceArray<uint16_t> d_query_;
+  DeviceArray<const uint8_t*> coarse_bases_, fine_bases_;
+  DeviceArray<int64_t> capacity_;
+  DeviceArray<int32_t> num_pages_;
+  DeviceArray<float> lse_;
+};
+
+void AddScore(const Records& records, Scan scan, int sequences, int thousand_tokens, Report* report) {
+  const int pages = thousand_tokens * 1024 / kTokens;
+  const size_t part = scan == Scan::kCoarse ? kLayout.coarse_bytes : kLayout.record_bytes();
+  const size_t bytes = static_cast<size_t>(sequences) * kKvHeads * static_cast<size_t>(pages) * part;
+  const ScoreBench bench(records, sequences, pages, NumSets(bytes));
+  const auto launch = [&](int i, cudaStream_t stream) {
+    const ScoreArgs args = bench.Args(i % bench.sets());
+    KVD_CUDA_OK(scan == Scan::kFull ? LaunchScoreFull(args, stream) : LaunchScoreCoarse(args, stream));
+  };
+  const int launches = NumLaunches(bench.sets());
+  const double us = MedianUs(launches, launch);
+  const std::string name = absl::StrCat(scan == Scan::kFull ? "score full" : "score coarse", ", ", sequences, " x ",
+                                        thousand_tokens, "K tokens");
+  bench.Check(records, scan, (launches - 1) % bench.sets(), name);
+  const double rate = static_cast<double>(bytes) / us, read = ReadRate(bytes);
+  report->Add({name, us, "us", static_cast<double>(bytes) / read, rate / read});
+}
+
+// The full estimate of every 32nd page of 1M tokens, as after a coarse scan.
+void AddRefine(const Records& records, Report* report) {
+  constexpr int kPages = 65536, kCandidates = kPages / 32;
+  const ScoreBench bench(records, 1, kPages, 2);
+  std::vector<int32_t> candidates;
+  for (int i = 0; i < kKvHeads * kCandidates; ++i) candidates.push_back(i % kCandidates * 32);
+  const DeviceArray<int32_t> d_candidates(candidates);
+  const DeviceArray<int32_t> counts(std::vector<int32_t>(kKvHeads, kCandidates));
+  const double us = MedianUs(20, [&](int i, cudaStream_t stream) {
+    KVD_CUDA_OK(LaunchScoreRefine({bench.Args(i % 2), kCandidates, d_candidates.data(), counts.data()}, stream));
+  });
+  bench.Check(records, Scan::kRefine, 1, "refine");
+  const double bytes = double{kKvHeads} * kCandidates * kLayout.record_bytes();
+  report->Add({"score refine, 8 x 2048 of 1M tokens", us, "us", bytes / ReadRate(size_t{419} << 20, false), 0});
+}
+
+// --- units -----------------------------------------------------------------------------------------
+
+void AddGather(size_t num_units, Report* report) {
+  const size_t bytes = num_units * kUnitBytes;
+  const int sets = NumSets(bytes);
+  const size_t total = num_units * static_cast<size_t>(sets);
+  std::mt19937_64 random(11);
+  std::vector<uint8_t> pattern((size_t{1} << 20) - 16);
+  for (uint8_t& b : pattern) b = static_cast<uint8_t>(random());
+  const DeviceArray<uint8_t> arena = Repeat(pattern, total * kUnitBytes);
+  const DeviceArray<uint8_t> out(total * kUnitBytes);
+  DeviceArray<uint8_t> valid(total);
+  std::vector<uint64_t> headers(total * 8, 2);
+  const DeviceArray<uint64_t> d_headers(headers);
+  std::vector<size_t> order(total);
+  for (size_t i = 0; i < total; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random);
+  std::vector<GatherUnit> units;
+  for (size_t i = 0; i < total; ++i)
+    units.push_back({arena.data() + order[i] * kUnitBytes,
+                     reinterpret_cast<const PageHeader*>(d_headers.data() + order[i] * 8), 2, out.data() + i * kUnitBytes});
+  const DeviceArray<GatherUnit> d_units(units);
+  const double us = MedianUs(NumLaunches(sets), [&](int i, cudaStream_t stream) {
+    const size_t first = static_cast<size_t>(i % sets) * num_units;
+    KVD_CUDA_OK(LaunchGatherUnits(d_units.data() + first, static_cast<int64_t>(num_units), kUnitBytes, valid.data() + first, stream));
+  });
+  const std::vector<uint8_t> flags = valid.Download();
+  Expect(std::all_of(flags.begin(), flags.end(), [](uint8_t f) { return f == 1; }), "gather: a sealed unit was refused");
+  // Both ends by checksum, on the device: its own test holds it to the host's.
+  std::vector<const uint8_t*> ends;
+  for (const GatherUnit& unit : units) ends.push_back(unit.source);
+  for (const GatherUnit& unit : units) ends.push_back(unit.destination);
+  const DeviceArray<const uint8_t*> d_ends(ends);
+  const DeviceArray<uint64_t> sums(ends.size());
+  KVD_CUDA_OK(LaunchChecksum64(d_ends.data(), static_cast<int64_t>(ends.size()), kUnitBytes, sums.data(), nullptr));
+  const std::vector<uint64_t> got = sums.Download();
+  Expect(std::equal(got.begin(), got.begin() + static_cast<std::ptrdiff_t>(total), got.begin() + static_cast<std::ptrdiff_t>(total)),
+         "gather: bytes differ");
+  const double copy = CopyUs(bytes);
+  report->Add({absl::StrCat("gather ", num_units, " units of 8 KiB, local"), us, "us", copy, copy / us});
+}
+
+void AddAttend(int sequences, Report* report) {
+  constexpr int kUnits = 128;
+  const size_t per_set = static_cast<size_t>(sequences) * kKvHeads * kUnits;
+  const int sets = NumSets(per_set * kUnitBytes);
+  const size_t total = per_set * static_cast<size_t>(sets);
+  const auto values = kvd::testing::RandomKv(int64_t{512} * static_cast<int64_t>(kUnitBytes / 2), KvDtype::kBf16, 1.0f, 3);
+  std::vector<uint8_t> pattern(values.size() * 2);
+  std::memcpy(pattern.data(), values.data(), pattern.size());
+  const DeviceArray<uint8_t> units = Repeat(pattern, total * kUnitBytes);
+  std::vector<UnitRef> refs, host_refs;
+  for (size_t i = 0; i < total; ++i) {
+    const size_t unit = i * 7919 % total;
+    refs.push_back({units.data() + unit * kUnitBytes, kTokens});
+    host_refs.push_back({pattern.data() + unit % 512 * kUnitBytes, kTokens});
+  }
+  const auto rows = static_cast<size_t>(sequences) * kKvHeads;
+  const auto query = kvd::testing::RandomKv(static_cast<int64_t>(rows) * kGroup * kDim, KvDtype::kBf16, 2.0f, 4);
+  const std::vector<int32_t> counts(rows, kUnits);
+  const DeviceArray<UnitRef> d_refs(refs);
+  const DeviceArray<uint16_t> d_query(query);
+  const DeviceArray<int32_t> d_counts(counts);
+  const DeviceArray<float> o(rows * kGroup * kDim), lse(rows * kGroup);
+  const auto args = [&](const uint16_t* q, const UnitRef* list, const int32_t* num, float* out, float* out_lse) {
+    return AttendArgs{sequences, kKvHeads, kGroup, kDim, kTokens, KvDtype::kBf16, kScale, 0, q, kUnits, list, num, out, out_lse};
+  };
+  const int launches = NumLaunches(sets);
+  const double us = MedianUs(launches, [&](int i, cudaStream_t stream) {
+    KVD_CUDA_OK(LaunchAttend(args(d_query.data(), d_refs.data() + static_cast<size_t>(i % sets) * per_set, d_counts.data(),
+                                  o.data(), lse.data()), stream));
+  });
+  std::vector<float> want_o(o.size()), want_lse(lse.size());
+  ref::Attend(args(query.data(), host_refs.data() + static_cast<size_t>((launches - 1) % sets) * per_set, counts.data(),
+                   want_o.data(), want_lse.data()));
+  const std::vector<float> got_o = o.Download(), got_lse = lse.Download();
+  float worst = 0;
+  for (size_t i = 0; i < got_o.size(); ++i) worst = std::max(worst, std::abs(got_o[i] - want_o[i]));
+  for (size_t i = 0; i < got_lse.size(); ++i) worst = std::max(worst, std::abs(got_lse[i] - want_lse[i]));
+  Expect(worst <= 1e-4f, absl::StrCat("attend: off by ", worst));
+  const double bytes = static_cast<double>(per_set * kUnitBytes);
+  const double limit = bytes / ReadRate(per_set * kUnitBytes, false);
+  report->Add({absl::StrCat("attend ", sequences, " x 2048 tokens"), us, "us", limit, limit / us});
+}
+
+void AddSmall(Report* report) {
+  const DeviceArray<uint16_t> query(kvd::testing::RandomKv(kKvHeads * kGroup * kDim, KvDtype::kBf16, 1.0f, 1));
+  const DeviceArray<uint16_t> out(query.size());
+  report->Add({"rotate 32 queries", MedianUs(40, [&](int, cudaStream_t stream) {
+                 KVD_CUDA_OK(LaunchRotateQuery(query.data(), kKvHeads * kGroup, kDim, KvDtype::kBf16, out.data(), stream));
+               }), "us", 0, 0});
+}
+
+int Main() {
+  if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) {
+    std::fprintf(stderr, "gpu_kernel_bench: %s\n", reason.c_str());
+    return 1;
+  }
+  cudaDeviceProp device = {};
+  KVD_CUDA_OK(cudaGetDeviceProperties(&device, 0));
+  Report report("gpu_kernel_bench");
+  report.SetMachine(absl::StrCat(device.name, ", ", device.multiProcessorCount, " SMs, ", device.l2CacheSize >> 20, " MiB L2"));
+  if (const std::string commit = absl::GetFlag(FLAGS_commit); !commit.empty()) report.SetCommit(commit);
+  const Records records;
+  report.Add({"plain read, 1 GiB", ReadRate(size_t{1} << 30) / 1000, "GB/s", 0, 0});
+  report.Add({"plain copy, 1 GiB, read + written", 2 * double{1 << 30} / CopyUs(size_t{1} << 30) / 1000, "GB/s", 0, 0});
+  for (const auto& [sequences, thousand_tokens] : {std::pair(1, 16), {1, 128}, {1, 256}, {1, 1024}, {8, 128}}) {
+    AddScore(records, Scan::kFull, sequences, thousand_tokens, &report);
+    AddScore(records, Scan::kCoarse, sequences, thousand_tokens, &report);
+  }
+  AddRefine(records, &report);
+  AddGather(512, &report);
+  AddGather(8192, &report);
+  AddAttend(1, &report);
+  AddAttend(8, &report);
+  AddSmall(&report);
+  report.PrintTable();
+  if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) {
+    if (const absl::Status status = report.WriteJson(path); !status.ok()) {
+      std::fprintf(stderr, "gpu_kernel_bench: %s\n", std::string(status.message()).c_str());
+      return 1;
+    }
+  }
+  return num_wrong == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace kvd::bench
+
+int main(int argc, char** argv) {
+  absl::ParseCommandLine(argc, argv);
+  return kvd::bench::Main();
+}

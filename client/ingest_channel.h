@@ -1,0 +1,58 @@
+// Sends units of reserved slots to their daemon over UCX.
+//
+// Right because: units are copied into buffers of the channel first, so after Send returned, with whatever
+// outcome, nothing reads the caller's memory any more; and a unit counts as sent only once the daemon has
+// acknowledged that it stored it.
+// Thread safety: safe; calls on one channel take turns.
+
+#ifndef LOCKS_KVD_CLIENT_INGEST_CHANNEL_H_
+#define LOCKS_KVD_CLIENT_INGEST_CHANNEL_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "proto/ucx_worker.h"
+#include "proto/wire.h"
+
+namespace kvd {
+
+// One unit to store. `bytes` is unit_bytes long, in unit layout, and must live until Send returns.
+struct IngestUnit {
+  uint64_t ticket;  // of Reserve
+  uint16_t layer;
+  uint16_t head;  // of the shard
+  const uint8_t* bytes;
+};
+
+class IngestChannel {
+ public:
+  // Connects; `worker` must outlive the channel. Errors: see UcxLink::Connect.
+  static absl::StatusOr<std::unique_ptr<IngestChannel>> Connect(UcxWorker* worker,
+                                                                const std::string& remote_address,
+                                                                const Incarnation& incarnation,
+                                                                const SessionToken& session, size_t unit_bytes,
+                                                                absl::Duration timeout);
+  ~IngestChannel();
+
+  // Sends all units and waits for their acknowledgements. Blocking: up to `timeout`. Idempotent: yes.
+  // kFailedPrecondition: the daemon does not hold a reservation for some unit (which, and how many);
+  // kAborted: the session is gone; kUnavailable: the daemon is; kResourceExhausted; kDeadlineExceeded.
+  absl::Status Send(std::span<const IngestUnit> units, absl::Duration timeout);
+
+  // Once the session is lost: later sends end with kAborted, a waiting one soon. Any thread.
+  void Shutdown();
+
+ private:
+  class Impl;
+  explicit IngestChannel(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace kvd
+
+#endif  // LOCKS_KVD_CLIENT_INGEST_CHANNEL_H_

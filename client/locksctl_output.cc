@@ -1,0 +1,62 @@
+#include "client/locksctl_output.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace kvd {
+namespace {
+
+std::string Quote(const std::string& text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      out += '\\';
+      out += c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      absl::StrAppendFormat(&out, "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+    } else {
+      out += c;
+    }
+  }
+  return out + "\"";
+}
+
+std::string RenderJson(const Table& table) {
+  std::string out = "[";
+  for (size_t r = 0; r < table.rows.size(); ++r) {
+    absl::StrAppend(&out, r == 0 ? "\n" : ",\n", "  {");
+    for (size_t c = 0; c < table.columns.size(); ++c) {
+      const Cell& cell = table.rows[r][c];
+      absl::StrAppend(&out, c == 0 ? "" : ", ", Quote(table.columns[c]), ": ",
+                      cell.quoted ? Quote(cell.text) : cell.text);
+    }
+    out += "}";
+  }
+  return out + "\n]\n";
+}
+
+}  // namespace
+
+std::string Render(const Table& table, OutputForm form) {
+  if (form == OutputForm::kJson) return RenderJson(table);
+  std::vector<size_t> widths;
+  for (size_t c = 0; c < table.columns.size(); ++c) {
+    size_t width = table.columns[c].size();
+    for (const auto& row : table.rows) width = std::max(width, row[c].text.size());
+    widths.push_back(width);
+  }
+  std::string out;
+  const auto add = [&](size_t c, const std::string& text) {
+    const bool last = c + 1 == table.columns.size();
+    absl::StrAppend(&out, text, last ? "\n" : std::string(widths[c] - text.size() + 2, ' '));
+  };
+  for (size_t c = 0; c < table.columns.size(); ++c) add(c, table.columns[c]);
+  for (const auto& row : table.rows) {
+    for (size_t c = 0; c < table.columns.size(); ++c) add(c, row[c].text);
+  }
+  return out;
+}
+
+}  // namespace kvd

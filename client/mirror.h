@@ -1,0 +1,55 @@
+// A sequence's copy of its pages' records, in the order in which they are scanned.
+//
+// Why: selection reads every record of a layer and KV head at each step; in the mirror they are
+// contiguous, coarse and fine parts apart, as [L][heads][P_cap] each. Thread safety: compatible;
+// Store of a page that no reader scans yet may run beside readers. Ownership: owns its memory.
+// Records are copies of what the daemon built, never rebuilt.
+
+#ifndef LOCKS_KVD_CLIENT_MIRROR_H_
+#define LOCKS_KVD_CLIENT_MIRROR_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "client/buffer.h"
+#include "client/worker_shape.h"
+
+namespace kvd {
+
+class Mirror {
+ public:
+  // kResourceExhausted if the memory cannot be had.
+  static absl::StatusOr<std::unique_ptr<Mirror>> Make(const WorkerShape& shape, int page_capacity);
+
+  // Copies the records of one slot (`shard_pos` of the page) into their places. `records` is what
+  // Fetcher::FetchSummaries delivered: SlotLayout::summary_bytes() long. REQUIRES: page < capacity.
+  void Store(int page, int shard_pos, const uint8_t* records);
+
+  // First record of (layer, head 0, page 0); a head's records are page_capacity() records long.
+  const uint8_t* coarse(int layer) const;
+  const uint8_t* fine(int layer) const;
+
+  // Checksum of a unit's bytes as its daemon sealed them.
+  uint64_t unit_checksum(int layer, int head, int page) const;
+
+  int page_capacity() const { return page_capacity_; }
+  size_t bytes() const { return coarse_.size() + fine_.size(); }
+
+ private:
+  Mirror(const WorkerShape& shape, int page_capacity)
+      : shape_(shape), page_capacity_(page_capacity) {}
+  size_t record_idx(int layer, int head, int page) const {
+    return shape_.unit_idx(layer, head) * static_cast<size_t>(page_capacity_) +
+           static_cast<size_t>(page);
+  }
+
+  const WorkerShape shape_;
+  const int page_capacity_;
+  Buffer<uint8_t> coarse_;
+  Buffer<uint8_t> fine_;
+};
+
+}  // namespace kvd
+
+#endif  // LOCKS_KVD_CLIENT_MIRROR_H_

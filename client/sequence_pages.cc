@@ -1,0 +1,244 @@
+#include "client/sequence_pages.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/check.h"
+#include "proto/status.h"
+
+namespace kvd {
+
+absl::StatusOr<std::unique_ptr<SequencePages>> SequencePages::Make(const WorkerShape& shape,
+                                                                   int page_capacity, int n_sink,
+                                                                   int n_win, int num_daemons) {
+  if (page_capacity < 1 || page_capacity > kMaxPages) {
+    return absl::InvalidArgumentError(absl::StrCat("a sequence must have room for 1 to ", kMaxPages,
+                                                   " pages, got ", page_capacity));
+  }
+  auto pages =
+      std::unique_ptr<SequencePages>(new SequencePages(shape, page_capacity, n_sink, n_win));
+  KVD_ASSIGN_OR_RETURN(pages->mirror_, Mirror::Make(shape, page_capacity));
+  KVD_ASSIGN_OR_RETURN(pages->ring_, TailRing::Make(shape, n_win));
+  const size_t sink_bytes =
+      static_cast<size_t>(n_sink) * shape.units_per_page() * shape.unit_bytes();
+  KVD_ASSIGN_OR_RETURN(pages->sinks_, Buffer<uint8_t>::Make(sink_bytes, "sink pages"));
+  const auto capacity = static_cast<size_t>(page_capacity);
+  pages->daemon_.resize(capacity);
+  pages->version_.resize(capacity);
+  pages->slots_.resize(capacity * static_cast<size_t>(shape.num_shards()));
+  pages->selectable_.resize((capacity + 63) / 64);
+  pages->missing_.resize((capacity + 63) / 64);
+  pages->sources_.resize(static_cast<size_t>(num_daemons));
+  pages->sealed_.resize(static_cast<size_t>(pages->ring_->num_pages()));
+  for (SealedPage& entry : pages->sealed_) {
+    entry.slots.resize(static_cast<size_t>(shape.num_shards()));
+  }
+  return pages;
+}
+
+void SequencePages::SetSource(int daemon, std::shared_ptr<PageSource> source) {
+  Source& entry = sources_[static_cast<size_t>(daemon)];
+  if (entry.source == source) {
+    if (entry.retry_at != absl::InfiniteDuration()) UnmaskDaemon(daemon);
+    return;
+  }
+  MaskDaemon(daemon, /*missing=*/true);
+  entry.source = std::move(source);
+  entry.masked = false;
+  entry.retry_at = absl::InfiniteDuration();
+}
+
+void SequencePages::SetPage(int page, int daemon, std::span<const SlotRef> slots) {
+  KVD_CHECK(page >= 0 && page < page_capacity_);
+  KVD_CHECK(static_cast<int>(slots.size()) == shape_.num_shards());
+  const auto p = static_cast<size_t>(page);
+  daemon_[p] = static_cast<uint16_t>(daemon);
+  ++version_[p];
+  std::copy(slots.begin(), slots.end(), slots_.begin() + static_cast<ptrdiff_t>(p * slots.size()));
+  missing_[p / 64] &= ~(uint64_t{1} << (p % 64));
+  SetSelectable(page, !sources_[static_cast<size_t>(daemon)].masked);
+}
+
+void SequencePages::SetNumPages(int num_pages) {
+  KVD_CHECK(num_pages >= num_pages_ && num_pages <= page_capacity_);
+  for (int p = num_pages_; p < num_pages; ++p) num_missing_ += is_selectable(p) ? 0 : 1;
+  num_pages_ = num_pages;
+  num_tokens_ = std::max(num_tokens_, int64_t{num_pages} * shape_.geometry.page_tokens);
+  complete_pages_.store(tail_page(), std::memory_order_release);
+}
+
+void SequencePages::AdvanceTail() {
+  ++num_tokens_;
+  complete_pages_.store(tail_page(), std::memory_order_release);
+}
+
+absl::Status SequencePages::AppendTail(std::span<const EngineKv> layers, int64_t first_token,
+                                       int count) {
+  if (static_cast<int>(layers.size()) != shape_.num_layers()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("AppendTail needs one EngineKv a layer: expected ", shape_.num_layers(),
+                     ", got ", layers.size()));
+  }
+  AdoptSealed();
+  const size_t row_bytes = static_cast<size_t>(shape_.geometry.head_dim) * 2;
+  const size_t k_bytes = shape_.unit_bytes() / 2;
+  for (int64_t token = first_token; token < first_token + count; ++token) {
+    AdoptSealed();
+    if (!HasRoom()) return NoRoom();
+    const size_t row = static_cast<size_t>(tail_row()) * row_bytes;
+    for (int layer = 0; layer < shape_.num_layers(); ++layer) {
+      const EngineKv& kv = layers[static_cast<size_t>(layer)];
+      for (int head = 0; head < shape_.num_heads(); ++head) {
+        uint8_t* unit = ring_unit(tail_page(), layer, head);
+        const int64_t offset = head * kv.head_stride + token * kv.token_stride;
+        std::memcpy(unit + row, kv.k + offset, row_bytes);
+        std::memcpy(unit + k_bytes + row, kv.v + offset, row_bytes);
+      }
+    }
+    AdvanceTail();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SequencePages::BeginStep(absl::Duration now) {
+  AdoptSealed();
+  CheckSources(now);
+  if (!HasRoom()) [[unlikely]]
+    return NoRoom();
+  return absl::OkStatus();
+}
+
+bool SequencePages::HasRoom() const {
+  // The place of the tail page must not hold a page that is still attended from the ring.
+  const bool ring_full = tail_page() - ring_->num_pages() >= first_ring_page();
+  return !ring_full && tail_page() < page_capacity_;
+}
+
+absl::Status SequencePages::NoRoom() const {
+  if (tail_page() >= page_capacity_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("sequence is full: ", num_tokens_, " tokens, room for ", page_capacity_,
+                     " pages; open it again with a larger max_tokens"));
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat("tail ring is full: ", tail_page() - num_pages_,
+                   " complete pages wait for their seal (last: ",
+                   absl::StatusCodeToString(seal_problem_.load(std::memory_order_relaxed)),
+                   "); retry the step, or give the pool more memory"));
+}
+
+void SequencePages::AdoptSealed() {
+  const uint64_t pushed = num_pushed_.load(std::memory_order_acquire);
+  for (; num_adopted_ < pushed; ++num_adopted_) {
+    SealedPage& entry = sealed_[num_adopted_ % sealed_.size()];
+    Source& source = sources_[static_cast<size_t>(entry.daemon)];
+    const bool gone = entry.source->lost.load(std::memory_order_acquire);
+    if (source.source != entry.source && !gone) {
+      // The daemon came back as a stranger. The old session goes back in the entry, so that it is
+      // freed by the sealer and not in a step.
+      MaskDaemon(entry.daemon, /*missing=*/true);
+      source.source.swap(entry.source);
+      source.masked = false;
+      source.retry_at = absl::InfiniteDuration();
+    }
+    const int page = num_pages_;
+    if (page < n_sink_) {
+      for (int layer = 0; layer < shape_.num_layers(); ++layer) {
+        for (int head = 0; head < shape_.num_heads(); ++head) {
+          std::memcpy(sink_unit(page, layer, head), ring_unit(page, layer, head),
+                      shape_.unit_bytes());
+        }
+      }
+    }
+    SetPage(page, entry.daemon, entry.slots);
+    if (gone) MarkMissing(page);
+    num_pages_ = page + 1;
+    num_missing_ += is_selectable(page) ? 0 : 1;
+  }
+}
+
+void SequencePages::PushSealed(SealedPage page) {
+  const uint64_t pushed = num_pushed_.load(std::memory_order_relaxed);
+  SealedPage& entry = sealed_[pushed % sealed_.size()];
+  entry.daemon = page.daemon;
+  entry.source = std::move(page.source);
+  std::copy(page.slots.begin(), page.slots.end(), entry.slots.begin());
+  num_pushed_.store(pushed + 1, std::memory_order_release);
+}
+
+void SequencePages::CheckSources(absl::Duration now) {
+  for (int d = 0; d < num_daemons(); ++d) {
+    Source& entry = sources_[static_cast<size_t>(d)];
+    if (entry.source == nullptr) continue;
+    const bool suspended = entry.retry_at != absl::InfiniteDuration();
+    if (entry.source->lost.load(std::memory_order_acquire)) {
+      if (!entry.masked || suspended) MaskDaemon(d, /*missing=*/true);
+      entry.retry_at = absl::InfiniteDuration();
+    } else if (suspended && now >= entry.retry_at) {
+      UnmaskDaemon(d);
+    }
+  }
+}
+
+void SequencePages::Suspend(int daemon, absl::Duration now) {
+  MaskDaemon(daemon, /*missing=*/false);
+  sources_[static_cast<size_t>(daemon)].retry_at = now + kSuspendTime;
+}
+
+void SequencePages::MaskDaemon(int daemon, bool missing) {
+  sources_[static_cast<size_t>(daemon)].masked = true;
+  for (int p = 0; p < num_pages_; ++p) {
+    if (daemon_of(p) != daemon || version_[static_cast<size_t>(p)] == 0) continue;
+    if (missing) missing_[static_cast<size_t>(p) / 64] |= uint64_t{1} << (p % 64);
+    SetSelectable(p, false);
+  }
+}
+
+void SequencePages::UnmaskDaemon(int daemon) {
+  Source& entry = sources_[static_cast<size_t>(daemon)];
+  entry.masked = false;
+  entry.retry_at = absl::InfiniteDuration();
+  for (int p = 0; p < num_pages_; ++p) {
+    if (daemon_of(p) == daemon && !is_missing(p)) SetSelectable(p, true);
+  }
+}
+
+void SequencePages::MarkMissing(int page) {
+  missing_[static_cast<size_t>(page) / 64] |= uint64_t{1} << (page % 64);
+  SetSelectable(page, false);
+}
+
+void SequencePages::SetSelectable(int page, bool selectable) {
+  if (is_selectable(page) == selectable) return;
+  selectable_[static_cast<size_t>(page) / 64] ^= uint64_t{1} << (page % 64);
+  if (page < num_pages_) num_missing_ += selectable ? -1 : 1;
+}
+
+std::vector<int> SequencePages::MissingPages() const {
+  std::vector<int> pages;
+  for (int p = 0; p < num_pages_; ++p) {
+    if (!is_selectable(p)) pages.push_back(p);
+  }
+  return pages;
+}
+
+int64_t SequencePages::tokens_in(int page) const {
+  const int tokens = shape_.geometry.page_tokens;
+  return std::clamp<int64_t>(num_tokens_ - int64_t{page} * tokens, 0, tokens);
+}
+
+int SequencePages::first_ring_page() const { return std::max(num_sinks(), num_pages_ - n_win_); }
+
+uint8_t* SequencePages::sink_unit(int page, int layer, int head) {
+  return sinks_.data() +
+         (static_cast<size_t>(page) * shape_.units_per_page() + shape_.unit_idx(layer, head)) *
+             shape_.unit_bytes();
+}
+
+Fetcher* SequencePages::fetcher(int daemon) const {
+  return sources_[static_cast<size_t>(daemon)].source->fetcher.get();
+}
+
+}  // namespace kvd

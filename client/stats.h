@@ -1,0 +1,89 @@
+// What decode steps did: figures of the last layer, and totals since the step was planned.
+//
+// Thread safety: LayerResult is a plain value of the step's thread. Totals have one writer (that
+// thread) and any number of readers: each counter is a relaxed atomic, so a reader sees no torn
+// value, and counters of one step may be seen apart.
+
+#ifndef LOCKS_KVD_CLIENT_STATS_H_
+#define LOCKS_KVD_CLIENT_STATS_H_
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "absl/strings/string_view.h"
+#include "client/selector.h"
+
+namespace kvd {
+
+enum class Stage { kAppend, kScore, kResolve, kFetch, kAttend, kMass };
+inline constexpr int kNumStages = 6;
+absl::string_view StageName(Stage stage);
+
+// What the units asked for came to.
+struct UnitCounts {
+  int64_t hits = 0;               // found in the page cache
+  int64_t misses = 0;             // fetched or tried
+  int64_t verified = 0;           // arrived and proved
+  int64_t missing = 0;            // proved gone: generation changed or lease lost
+  int64_t late = 0;               // the fetch's deadline passed
+  int64_t failed = 0;             // the daemon's list failed otherwise
+  int64_t checksum_failures = 0;  // arrived with wrong bytes (VerifyPolicy::kChecksum)
+};
+
+// Figures of one DecodeStep::Run. Spans view the step's memory and are valid until its next Run.
+struct LayerResult {
+  Selection selection;
+  UnitCounts units;
+  int64_t bytes_scanned = 0;   // records
+  int64_t bytes_attended = 0;  // units, local ones included; tail rows as they are filled
+  int64_t bytes_fetched = 0;   // that travelled
+  std::array<double, kNumStages> seconds = {};
+  std::span<const float> unread_mass;  // [query heads] estimated; empty if not computed in this Run
+  std::span<const float> lost_mass;    // the part of it on missing pages
+  int num_missing_pages = 0;           // sealed pages that cannot be chosen
+
+  double& seconds_of(Stage stage) { return seconds[static_cast<size_t>(stage)]; }
+  double seconds_of(Stage stage) const { return seconds[static_cast<size_t>(stage)]; }
+};
+
+// A counter with one writer.
+class StepCounter {
+ public:
+  void Add(int64_t n) {
+    value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  }
+  int64_t value() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<int64_t> value_{0};
+};
+
+// Totals of one DecodeStep. `dense_equivalent_bytes` is what full attention would have read.
+struct StepTotals {
+  StepCounter steps;
+  StepCounter layers;
+  StepCounter progressive_layers;
+  StepCounter selected_pages;
+  StepCounter hits;
+  StepCounter misses;
+  StepCounter verified_units;
+  StepCounter missing_units;
+  StepCounter late_units;
+  StepCounter failed_units;
+  StepCounter checksum_failures;
+  StepCounter score_faults;
+  StepCounter bytes_scanned;
+  StepCounter bytes_attended;
+  StepCounter bytes_fetched;
+  StepCounter dense_equivalent_bytes;
+  std::array<StepCounter, kNumStages> nanoseconds;
+
+  void Add(const LayerResult& result);
+};
+
+}  // namespace kvd
+
+#endif  // LOCKS_KVD_CLIENT_STATS_H_

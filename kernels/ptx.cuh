@@ -1,0 +1,117 @@
+// The few PTX instructions that the GPU kernels use by name: bulk copies into shared memory with their
+// barriers, the 16x8x16 matrix product in fp16, and small helpers around them.
+//
+// Why a header of their own: score and attend stream through the same kind of ring. Device code only,
+// compute capability 9.0 or later. Internal to kernels/.
+
+#ifndef LOCKS_KVD_KERNELS_PTX_CUH_
+#define LOCKS_KVD_KERNELS_PTX_CUH_
+
+#include <cstdint>
+
+namespace kvd::ptx {
+
+inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// --- barriers in shared memory, and the copies that complete on them -------------------------------
+
+__device__ __forceinline__ void BarrierInit(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void BarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Arrives and announces `bytes` that copies will deliver in this phase.
+__device__ __forceinline__ void BarrierExpect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Copies `bytes` (a multiple of 16) from global to shared memory; both ends are 16-byte aligned.
+__device__ __forceinline__ void BulkCopy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   SharedAddress(shared)),
+               "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+               : "memory");
+}
+
+// --- arithmetic ------------------------------------------------------------------------------------
+
+// d = A B + c: A is 16 x 16 fp16 (row g and g + 8 of lane 4 g + t: a[0], a[2] and a[1], a[3]), B is 16 x 8
+// fp16 (column g), c and d are fp32 (row g: elements 0, 1, row g + 8: elements 2, 3; columns 2 t, 2 t + 1).
+__device__ __forceinline__ void MmaFp16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                        const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// The same with bf16 operands.
+__device__ __forceinline__ void MmaBf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                        const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// The same with a K of 32 and int8 operands: four neighbours of a row (column) a register, int32 sums, exact.
+__device__ __forceinline__ void MmaInt8(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                        const int32_t (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+// 2^x and log2(x), within 2^-22.
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float Log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Reductions over the four lanes of a quad; every lane gets the result, and the same bits.
+__device__ __forceinline__ float QuadSum(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 2);
+  return x + __shfl_xor_sync(kAllLanes, x, 1);
+}
+__device__ __forceinline__ float QuadMax(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+}
+
+// The floats of a pair of bf16 values, the low half first.
+__device__ __forceinline__ float2 Bf16Pair(uint32_t bits) {
+  return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u)};
+}
+
+}  // namespace kvd::ptx
+
+#endif  // LOCKS_KVD_KERNELS_PTX_CUH_

@@ -1,0 +1,388 @@
+#include "service/arena.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "absl/hash/hash.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/check.h"
+#include "kernels/checksum.h"
+#include "proto/status.h"
+
+namespace kvd {
+namespace {
+
+// Pages handled under one hold of the mutex, so that a call with 131,072 keys does not stall fetches.
+constexpr size_t kPagesPerHold = 512;
+// Answers of Match that a session can repeat.
+constexpr size_t kRecentMatches = 64;
+
+std::string ArenaName(const ArenaOptions& options) {
+  return absl::StrCat("arena ", options.tenant, "/", options.model);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Arena>> Arena::Make(ArenaOptions options) {
+  KVD_CHECK(options.clock != nullptr);
+  if (const char* problem = Problem(options.geometry); problem != nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(ArenaName(options), ": geometry: ", problem));
+  }
+  if ((options.encoder == Encoder::kE1S) == options.metric.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        ArenaName(options), ": encoder E1S and a query metric file go together: give both or neither"));
+  }
+  const ArenaShape shape = CarveArena(options.geometry, options.bytes);
+  if (shape.num_slots < 2) {
+    const SlotLayout slot = MakeSlotLayout(options.geometry);
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "%s: bytes: expected room for at least two slots of %u bytes with their records, got %u: raise it",
+        ArenaName(options), slot.slot_bytes() + slot.summary_bytes(), options.bytes));
+  }
+  absl::StatusOr<std::unique_ptr<ArenaMemory>> memory = ArenaMemory::MakeShared(shape);
+  if (!memory.ok()) return Annotate(memory.status(), ArenaName(options));
+  return std::unique_ptr<Arena>(new Arena(std::move(options), *std::move(memory)));
+}
+
+Arena::Arena(ArenaOptions options, std::unique_ptr<ArenaMemory> memory)
+    : options_(std::move(options)),
+      slot_layout_(memory->shape().slot),
+      memory_(std::move(memory)),
+      pages_(memory_->shape().num_slots),
+      leases_(memory_->shape().num_slots),
+      evictor_(memory_->shape().num_slots),
+      reservations_(memory_->shape().num_slots),
+      tickets_(memory_->shape().num_slots) {
+  uint8_t* canary = memory_->slot_base(kCanarySlot);
+  for (uint64_t i = 0; i < slot_layout_.slot_bytes() / sizeof(uint64_t); ++i) {
+    const uint64_t word = CanaryWord(options_.incarnation, i);
+    std::memcpy(canary + i * sizeof(word), &word, sizeof(word));
+  }
+  std::memset(memory_->summary(kCanarySlot), 0, slot_layout_.summary_bytes());
+  for (uint32_t slot = kCanarySlot + 1; slot < memory_->shape().num_slots; ++slot) {
+    memory_->header(slot)->generation.store(1, std::memory_order_relaxed);
+  }
+  PublishSealed(kCanarySlot, PageKey{},
+                Checksum64(memory_->summary(kCanarySlot), slot_layout_.summary_bytes()),
+                kCanaryGeneration);
+}
+
+Arena::~Arena() {
+  absl::MutexLock lock(&mutex_);
+  for (const auto& reservation : reservations_) {
+    KVD_CHECK(reservation == nullptr || reservation->pins == 0);
+  }
+}
+
+// Key and checksum first, then the even generation: a reader that sees it sees them, and the units and
+// records, which were written before.
+void Arena::PublishSealed(uint32_t slot, const PageKey& key, uint64_t summary_checksum,
+                          uint64_t generation) {
+  PageHeader* header = memory_->header(slot);
+  const auto words = std::bit_cast<std::array<uint64_t, 2>>(key);
+  // Readers may look at any time; whole-word stores keep what they see defined (the generation judges it).
+  auto* key_words = reinterpret_cast<uint64_t*>(header->key);
+  std::atomic_ref<uint64_t>(key_words[0]).store(words[0], std::memory_order_relaxed);
+  std::atomic_ref<uint64_t>(key_words[1]).store(words[1], std::memory_order_relaxed);
+  std::atomic_ref<uint64_t>(header->summary_checksum).store(summary_checksum, std::memory_order_relaxed);
+  header->generation.store(generation, std::memory_order_release);
+}
+
+// --- data plane ---
+
+absl::Status Arena::CheckFetch(SessionId session, std::span<const FetchEntry> entries,
+                               std::span<uint8_t> allowed) const {
+  KVD_CHECK(allowed.size() == entries.size());
+  const uint32_t num_slots = memory_->shape().num_slots;
+  absl::ReaderMutexLock lock(&mutex_);
+  const std::vector<uint64_t>* leased = leases_.Bits(session);
+  if (leased == nullptr) return CheckLiveLocked(session);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const FetchEntry& entry = entries[i];
+    if (entry.slot >= num_slots || entry.layer >= slot_layout_.num_layers ||
+        entry.head >= slot_layout_.shard_heads) [[unlikely]] {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "fetch entry %d: slot %u, layer %u, head %u: expected below %u, %d, %d: the client uses another "
+          "geometry than it attached with",
+          i, entry.slot, entry.layer, entry.head, num_slots, slot_layout_.num_layers,
+          slot_layout_.shard_heads));
+    }
+    const bool held =
+        !leased->empty() && ((*leased)[entry.slot / 64] >> (entry.slot % 64) & 1) != 0;
+    allowed[i] = held || entry.slot == kCanarySlot ? 1 : 0;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Arena::CheckUnit(int layer, int head) const {
+  if (layer >= 0 && layer < slot_layout_.num_layers && head >= 0 && head < slot_layout_.shard_heads) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrFormat(
+      "unit of layer %d, head %d: expected below %d and %d: the client uses another geometry than it "
+      "attached with",
+      layer, head, slot_layout_.num_layers, slot_layout_.shard_heads));
+}
+
+absl::StatusOr<ReservationPin> Arena::PinReservation(SessionId session, Ticket ticket) {
+  absl::MutexLock lock(&mutex_);
+  Reservation* reservation = FindReservationLocked(session, ticket);
+  const bool sealed = reservation == nullptr && IsSealedTicketLocked(session, ticket);
+  if (sealed || (reservation != nullptr && reservation->sealing)) {
+    return absl::FailedPreconditionError(
+        "the page of this ticket is sealed or being sealed: a sealed page never changes");
+  }
+  if (reservation == nullptr) return UnknownTicket();
+  ++reservation->pins;
+  return ReservationPin(this, SlotOf(ticket));
+}
+
+ReservationPin::ReservationPin(ReservationPin&& other) noexcept
+    : arena_(std::exchange(other.arena_, nullptr)), slot_(other.slot_) {}
+
+ReservationPin& ReservationPin::operator=(ReservationPin&& other) noexcept {
+  if (this != &other) {
+    Reset();
+    arena_ = std::exchange(other.arena_, nullptr);
+    slot_ = other.slot_;
+  }
+  return *this;
+}
+
+ReservationPin::~ReservationPin() { Reset(); }
+
+void ReservationPin::Reset() {
+  if (arena_ != nullptr) std::exchange(arena_, nullptr)->Unpin(slot_);
+}
+
+uint8_t* ReservationPin::unit(int layer, int head) const {
+  return arena_->memory_->unit(slot_, layer, head);
+}
+
+void ReservationPin::MarkReceived(int layer, int head) { arena_->MarkReceived(slot_, layer, head); }
+
+void Arena::MarkReceived(uint32_t slot, int layer, int head) {
+  const size_t unit = slot_layout_.unit_idx(layer, head);
+  absl::MutexLock lock(&mutex_);
+  Reservation& reservation = *reservations_[slot];
+  uint64_t& word = reservation.received[unit / 64];
+  const uint64_t bit = uint64_t{1} << (unit % 64);
+  if ((word & bit) == 0) ++reservation.num_received;
+  word |= bit;
+  reservation.last_activity = options_.clock->Now();
+}
+
+void Arena::Unpin(uint32_t slot) {
+  absl::MutexLock lock(&mutex_);
+  KVD_CHECK(reservations_[slot] != nullptr && reservations_[slot]->pins > 0);
+  --reservations_[slot]->pins;
+  FreeIfIdleLocked(slot);
+}
+
+// --- sessions and leases ---
+
+void Arena::BeginSession(SessionId session) {
+  absl::MutexLock lock(&mutex_);
+  leases_.Begin(session);
+  sessions_.try_emplace(session);
+}
+
+void Arena::EndSession(SessionId session, SessionEnd why) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = sessions_.find(session);
+  if (it == sessions_.end()) return;
+  const bool lost = why == SessionEnd::kLost;
+  const absl::Duration now = options_.clock->Now();
+  const std::vector<uint32_t> reserved(it->second.reserved.begin(), it->second.reserved.end());
+  for (const uint32_t slot : reserved) EndReservationLocked(slot, lost);
+  sessions_.erase(it);
+  const std::vector<uint32_t> held = leases_.End(session);
+  for (const uint32_t slot : held) {
+    const bool last = leases_.holders(slot) == 0;
+    if (lost) evictor_.HoldUntil(slot, now + options_.quarantine);
+    if (last) evictor_.Add(slot, pages_.slot(slot).page_idx, now);
+  }
+  (lost ? counters_.leases_lost : counters_.leases_released) += held.size();
+}
+
+absl::Status Arena::CheckLiveLocked(SessionId session) const {
+  if (leases_.IsLive(session)) return absl::OkStatus();
+  return absl::AbortedError("the session has ended: attach again; what it leased is no longer leased");
+}
+
+absl::Status Arena::CheckRoomLocked(SessionId session, size_t more) const {
+  const size_t used =
+      size_t{leases_.num_leases(session)} + sessions_.find(session)->second.reserved.size();
+  if (used + more <= options_.leases_per_session) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "limits.leases_per_session: %d leased and reserved pages and %d more exceed %u: release pages, open "
+      "another session or raise the limit",
+      used, more, options_.leases_per_session));
+}
+
+void Arena::LeaseLocked(SessionId session, uint32_t slot) {
+  if (leases_.Lease(session, slot)) evictor_.Remove(slot);
+}
+
+void Arena::ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now) {
+  const LeaseTable::Released released = leases_.Release(session, slot);
+  if (released == LeaseTable::Released::kLast) evictor_.Add(slot, pages_.slot(slot).page_idx, now);
+  if (released != LeaseTable::Released::kNothing) ++counters_.leases_released;
+}
+
+bool Arena::IsSealedLocked(const PageLocation& location) const {
+  const PageTable::Slot& slot = pages_.slot(location.slot);
+  return location.slot != kCanarySlot && slot.state == SlotState::kSealed &&
+         slot.generation == location.generation;
+}
+
+absl::StatusOr<std::vector<bool>> Arena::Lease(SessionId session,
+                                               std::span<const PageLocation> locations) {
+  absl::MutexLock lock(&mutex_);
+  KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
+  std::vector<bool> leased(locations.size());
+  absl::flat_hash_set<uint32_t> fresh;
+  for (size_t i = 0; i < locations.size(); ++i) {
+    leased[i] = IsSealedLocked(locations[i]);
+    if (leased[i] && !leases_.Holds(session, locations[i].slot)) fresh.insert(locations[i].slot);
+  }
+  KVD_RETURN_IF_ERROR(CheckRoomLocked(session, fresh.size()));
+  for (const uint32_t slot : fresh) LeaseLocked(session, slot);
+  return leased;
+}
+
+absl::Status Arena::Release(SessionId session, std::span<const PageLocation> locations) {
+  absl::MutexLock lock(&mutex_);
+  KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
+  const absl::Duration now = options_.clock->Now();  // one for all: ties go deepest page first
+  for (const PageLocation& location : locations) {
+    if (IsSealedLocked(location)) ReleaseLocked(session, location.slot, now);
+  }
+  return absl::OkStatus();
+}
+
+bool Arena::LocateLocked(const PageKey& key, std::span<const uint32_t> shards,
+                         std::vector<PageLocation>* out) const {
+  const size_t before = out->size();
+  for (const uint32_t shard : shards) {
+    const std::optional<uint32_t> slot = pages_.Find({key, shard});
+    if (!slot.has_value() || pages_.slot(*slot).state != SlotState::kSealed) {
+      out->resize(before);
+      return false;
+    }
+    out->push_back({*slot, pages_.slot(*slot).generation});
+  }
+  return true;
+}
+
+std::optional<uint32_t> Arena::FindRecent(SessionId session, uint64_t request_id,
+                                          uint64_t list_hash) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto it = sessions_.find(session);
+  if (it == sessions_.end()) return std::nullopt;
+  for (const RecentMatch& recent : it->second.recent) {
+    if (recent.request_id == request_id && recent.list_hash == list_hash) return recent.num_pages;
+  }
+  return std::nullopt;
+}
+
+void Arena::Remember(SessionId session, const RecentMatch& match) {
+  absl::MutexLock lock(&mutex_);
+  const auto it = sessions_.find(session);
+  if (it == sessions_.end()) return;
+  Session& s = it->second;
+  if (s.recent.size() < kRecentMatches) {
+    s.recent.push_back(match);
+  } else {
+    s.recent[s.next_recent] = match;
+    s.next_recent = (s.next_recent + 1) % kRecentMatches;
+  }
+}
+
+absl::StatusOr<std::vector<PageLocation>> Arena::Match(SessionId session, uint64_t request_id,
+                                                       std::span<const PageKey> keys,
+                                                       std::span<const uint32_t> shards) {
+  const auto* bytes = reinterpret_cast<const char*>(keys.data());
+  const uint64_t list_hash = absl::HashOf(absl::string_view(bytes, keys.size() * sizeof(PageKey)),
+                                          std::vector<uint32_t>(shards.begin(), shards.end()));
+  const std::optional<uint32_t> earlier = FindRecent(session, request_id, list_hash);
+  const size_t limit = earlier.value_or(static_cast<uint32_t>(keys.size()));
+  std::vector<PageLocation> found;
+  std::vector<uint32_t> fresh;  // leased by this call
+  bool resident = true;
+  for (size_t page = 0; resident;) {
+    absl::MutexLock lock(&mutex_);
+    KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
+    for (const size_t end = std::min(limit, page + kPagesPerHold); page < end && resident; ++page) {
+      const size_t before = found.size();
+      resident = LocateLocked(keys[page], shards, &found);
+      for (size_t i = before; i < found.size() && !earlier.has_value(); ++i) {
+        pages_.MarkMatched(found[i].slot);
+        if (leases_.Holds(session, found[i].slot)) continue;
+        if (absl::Status room = CheckRoomLocked(session, 1); !room.ok()) {
+          const absl::Duration now = options_.clock->Now();
+          for (const uint32_t slot : fresh) ReleaseLocked(session, slot, now);
+          return room;
+        }
+        LeaseLocked(session, found[i].slot);
+        fresh.push_back(found[i].slot);
+      }
+    }
+    if (page == limit) break;
+  }
+  if (earlier.has_value()) return found;
+  const auto num_pages = static_cast<uint32_t>(shards.empty() ? 0 : found.size() / shards.size());
+  Remember(session, {request_id, list_hash, num_pages});
+  absl::MutexLock lock(&mutex_);
+  counters_.matched_pages += num_pages;
+  counters_.unmatched_pages += keys.size() - num_pages;
+  return found;
+}
+
+// --- upkeep ---
+
+void Arena::Tick() {
+  absl::MutexLock lock(&mutex_);
+  const absl::Duration now = options_.clock->Now();
+  pages_.FreeExpired(now);
+  std::vector<uint32_t> idle;
+  for (const auto& [id, session] : sessions_) {
+    for (const uint32_t slot : session.reserved) {
+      const Reservation& reservation = *reservations_[slot];
+      const bool busy = reservation.sealing || reservation.pins > 0;
+      if (!busy && now - reservation.last_activity >= options_.reservation_idle) idle.push_back(slot);
+    }
+  }
+  for (const uint32_t slot : idle) EndReservationLocked(slot, /*quarantine=*/true);
+  counters_.reserved_expired += idle.size();
+}
+
+ArenaStats Arena::Stats() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  ArenaStats stats = counters_;
+  stats.slots_free = pages_.count(SlotState::kFree);
+  stats.slots_reserved = pages_.count(SlotState::kReserved);
+  stats.slots_sealed = pages_.count(SlotState::kSealed);
+  stats.slots_quarantined = pages_.count(SlotState::kQuarantined);
+  stats.slots_leased = leases_.num_leased_slots();
+  stats.leases = leases_.num_leases();
+  return stats;
+}
+
+uint32_t Arena::num_leases(SessionId session) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  return leases_.num_leases(session);
+}
+
+uint32_t Arena::num_reservations(SessionId session) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto it = sessions_.find(session);
+  return it == sessions_.end() ? 0 : static_cast<uint32_t>(it->second.reserved.size());
+}
+
+}  // namespace kvd

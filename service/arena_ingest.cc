@@ -1,0 +1,252 @@
+// The writing side of Arena: reserve, seal, evict.
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/check.h"
+#include "proto/status.h"
+#include "service/arena.h"
+#include "service/sealer.h"
+
+namespace kvd {
+namespace {
+
+constexpr size_t kPagesPerHold = 256;
+// A unit that is being copied when its page is sealed takes microseconds; a longer wait is a stuck writer.
+constexpr absl::Duration kPinWait = absl::Seconds(5);
+
+Ticket MakeTicket(uint32_t serial, uint32_t slot) {
+  return static_cast<Ticket>(uint64_t{serial} << 32 | slot);
+}
+
+// The header turns odd before any byte of the slot can change: whoever writes the slot next got it under
+// the arena's mutex after this. The fence orders the store before those writes for readers without a lock.
+void PublishGone(PageHeader* header, uint64_t odd_generation) {
+  header->generation.store(odd_generation, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+}  // namespace
+
+absl::Status Arena::UnknownTicket() {
+  return absl::NotFoundError(
+      "unknown ticket: it is another session's, was given up, or its page was evicted: reserve again");
+}
+
+bool Arena::EvictOneLocked() {
+  const std::optional<uint32_t> victim = evictor_.PopVictim(options_.clock->Now());
+  if (!victim.has_value()) {
+    ++counters_.evictions_refused;
+    return false;
+  }
+  KVD_CHECK(leases_.holders(*victim) == 0);
+  if (!pages_.slot(*victim).matched) ++counters_.sealed_never_matched;
+  ++counters_.evicted_pages;
+  PublishGone(memory_->header(*victim), pages_.Evict(*victim));
+  return true;
+}
+
+std::string Arena::FullReasonLocked() const {
+  return absl::StrFormat(
+      "arena %s/%s is full: of %u slots %u are leased, %u are being written, %u wait in quarantine and no "
+      "page can be evicted yet: release pages, give the arena more bytes or use another daemon",
+      options_.tenant, options_.model, pages_.num_slots() - 1, leases_.num_leased_slots(),
+      pages_.count(SlotState::kReserved), pages_.count(SlotState::kQuarantined));
+}
+
+ReserveOutcome::Page Arena::ReserveOneLocked(SessionId session, const PageId& page, uint32_t page_idx,
+                                             std::string* full_reason) {
+  using State = ReserveOutcome::State;
+  const std::optional<uint32_t> present = pages_.Find(page);
+  if (present.has_value() && pages_.slot(*present).state == SlotState::kReserved) {
+    return {.state = State::kPending};
+  }
+  const bool is_new = !present.has_value();
+  Session& s = sessions_.find(session)->second;
+  if (is_new && s.reserved.size() >= options_.reservations_per_session) {
+    *full_reason = absl::StrFormat(
+        "limits.reservations_per_session: %u pages are reserved and not sealed: seal them first or raise "
+        "the limit",
+        options_.reservations_per_session);
+    return {};
+  }
+  if (is_new || !leases_.Holds(session, *present)) {
+    if (const absl::Status room = CheckRoomLocked(session, 1); !room.ok()) {
+      *full_reason = std::string(room.message());
+      return {};
+    }
+  }
+  if (!is_new) {
+    LeaseLocked(session, *present);
+    return {.state = State::kHit, .slot = *present, .generation = pages_.slot(*present).generation};
+  }
+  if (pages_.count(SlotState::kFree) == 0 && !EvictOneLocked()) {
+    *full_reason = FullReasonLocked();
+    return {};
+  }
+  const uint32_t slot = *pages_.Reserve(page, page_idx);
+  const Ticket ticket = MakeTicket(next_serial_++, slot);
+  tickets_[slot] = {ticket, session};
+  reservations_[slot] = std::make_unique<Reservation>();
+  reservations_[slot]->session = session;
+  reservations_[slot]->received.resize((slot_layout_.num_units() + 63) / 64);
+  reservations_[slot]->last_activity = options_.clock->Now();
+  s.reserved.insert(slot);
+  return {.state = State::kNew, .slot = slot, .ticket = ticket};
+}
+
+absl::StatusOr<ReserveOutcome> Arena::Reserve(SessionId session, std::span<const PageKey> keys,
+                                              std::span<const uint32_t> page_idx, uint32_t shard) {
+  KVD_CHECK(page_idx.size() == keys.size() && shard < static_cast<uint32_t>(geometry().num_shards));
+  ReserveOutcome outcome;
+  outcome.pages.resize(keys.size());
+  bool full = false;
+  for (size_t page = 0; page < keys.size() && !full;) {
+    absl::MutexLock lock(&mutex_);
+    KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
+    for (const size_t end = std::min(keys.size(), page + kPagesPerHold); page < end && !full; ++page) {
+      ReserveOutcome::Page& result = outcome.pages[page];
+      result = ReserveOneLocked(session, {keys[page], shard}, page_idx[page], &outcome.full_reason);
+      full = result.state == ReserveOutcome::State::kFull;
+      counters_.reserved_new += result.state == ReserveOutcome::State::kNew ? 1 : 0;
+      counters_.reserved_hit += result.state == ReserveOutcome::State::kHit ? 1 : 0;
+      counters_.reserved_refused += full ? 1 : 0;
+    }
+  }
+  return outcome;
+}
+
+Arena::Reservation* Arena::FindReservationLocked(SessionId session, Ticket ticket) {
+  const uint32_t slot = SlotOf(ticket);
+  if (slot >= reservations_.size() || tickets_[slot].ticket != ticket) return nullptr;
+  Reservation* reservation = reservations_[slot].get();
+  if (reservation == nullptr || reservation->over || reservation->session != session) return nullptr;
+  return reservation;
+}
+
+bool Arena::IsSealedTicketLocked(SessionId session, Ticket ticket) const {
+  const uint32_t slot = SlotOf(ticket);
+  return slot < tickets_.size() && tickets_[slot].ticket == ticket &&
+         tickets_[slot].session == session && pages_.slot(slot).state == SlotState::kSealed;
+}
+
+void Arena::EndReservationLocked(uint32_t slot, bool quarantine) {
+  Reservation& reservation = *reservations_[slot];
+  reservation.over = true;
+  reservation.quarantine = quarantine;
+  const auto session = sessions_.find(reservation.session);
+  if (session != sessions_.end()) session->second.reserved.erase(slot);
+  FreeIfIdleLocked(slot);
+}
+
+void Arena::FreeIfIdleLocked(uint32_t slot) {
+  const Reservation& reservation = *reservations_[slot];
+  if (!reservation.over || reservation.sealing || reservation.pins > 0) return;
+  if (reservation.quarantine) {
+    pages_.Quarantine(slot, options_.clock->Now() + options_.quarantine);
+    ++counters_.quarantined_slots;
+  } else {
+    pages_.Free(slot);
+  }
+  reservations_[slot].reset();
+}
+
+absl::Status Arena::CheckCompleteLocked(const Reservation& reservation) const {
+  const size_t num_units = slot_layout_.num_units();
+  if (reservation.num_received == num_units) return absl::OkStatus();
+  size_t first = 0;
+  while ((reservation.received[first / 64] >> (first % 64) & 1) != 0) ++first;
+  const auto heads = static_cast<size_t>(slot_layout_.shard_heads);
+  return absl::FailedPreconditionError(absl::StrFormat(
+      "%d of %d units are missing, the first is layer %d, head %d: the reservation is given back; reserve "
+      "again, send every unit, wait for its acknowledgement, then seal",
+      num_units - reservation.num_received, num_units, first / heads, first % heads));
+}
+
+absl::StatusOr<Arena::SealStart> Arena::BeginSeal(SessionId session, Ticket ticket) {
+  const uint32_t slot = SlotOf(ticket);
+  absl::MutexLock lock(&mutex_);
+  KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
+  const auto not_sealing = [&] {
+    const Reservation* r = FindReservationLocked(session, ticket);
+    return r == nullptr || !r->sealing;
+  };
+  mutex_.Await(absl::Condition(&not_sealing));  // a repeated call waits for the first one's answer
+  Reservation* reservation = FindReservationLocked(session, ticket);
+  if (reservation == nullptr) {
+    if (!IsSealedTicketLocked(session, ticket)) return UnknownTicket();
+    return SealStart{.already_sealed = true, .location = {slot, pages_.slot(slot).generation}};
+  }
+  if (absl::Status complete = CheckCompleteLocked(*reservation); !complete.ok()) {
+    EndReservationLocked(slot, /*quarantine=*/false);
+    ++counters_.seals_refused;
+    return complete;
+  }
+  reservation->sealing = true;
+  const auto unpinned = [reservation] { return reservation->pins == 0; };
+  const bool quiet = mutex_.AwaitWithTimeout(absl::Condition(&unpinned), kPinWait);
+  if (quiet && !reservation->over) {
+    const PageTable::Slot& s = pages_.slot(slot);
+    return SealStart{.shard = s.page.shard, .page_idx = s.page_idx};
+  }
+  reservation->sealing = false;
+  const bool ended = reservation->over;
+  if (ended) {
+    FreeIfIdleLocked(slot);
+  } else {
+    EndReservationLocked(slot, /*quarantine=*/false);
+  }
+  ++counters_.seals_refused;
+  if (ended) return absl::AbortedError("the session ended while its page was being sealed: attach again");
+  return absl::FailedPreconditionError(
+      "a unit of the page was still being written after 5 s: the reservation is given back; reserve again");
+}
+
+absl::StatusOr<SealOutcome> Arena::FinishSeal(SessionId session, uint32_t slot,
+                                              const absl::StatusOr<uint64_t>& summary_checksum) {
+  absl::MutexLock lock(&mutex_);
+  Reservation& reservation = *reservations_[slot];
+  reservation.sealing = false;
+  if (reservation.over) {
+    FreeIfIdleLocked(slot);
+    ++counters_.seals_refused;
+    return absl::AbortedError("the session ended while its page was being sealed: attach again");
+  }
+  if (!summary_checksum.ok()) {
+    EndReservationLocked(slot, /*quarantine=*/false);
+    ++counters_.seals_refused;
+    return summary_checksum.status();
+  }
+  SealOutcome outcome;
+  outcome.since_last_unit = options_.clock->Now() - reservation.last_activity;
+  sessions_.find(session)->second.reserved.erase(slot);
+  reservations_[slot].reset();
+  outcome.location = {slot, pages_.Seal(slot)};
+  LeaseLocked(session, slot);
+  PublishSealed(slot, pages_.slot(slot).page.key, *summary_checksum, outcome.location.generation);
+  ++counters_.sealed_pages;
+  return outcome;
+}
+
+absl::StatusOr<SealOutcome> Arena::Seal(SessionId session, Ticket ticket) {
+  KVD_ASSIGN_OR_RETURN(const SealStart start, BeginSeal(session, ticket));
+  if (start.already_sealed) return SealOutcome{.location = start.location};
+  const uint32_t slot = SlotOf(ticket);
+  const absl::Duration begin = options_.clock->Now();
+  const absl::StatusOr<uint64_t> checksum = SummarizePage({.geometry = &options_.geometry,
+                                                           .encoder = options_.encoder,
+                                                           .metric = &options_.metric,
+                                                           .units = memory_->slot_base(slot),
+                                                           .records = memory_->summary(slot),
+                                                           .shard = start.shard,
+                                                           .page_idx = start.page_idx});
+  const absl::Duration summarize = options_.clock->Now() - begin;
+  KVD_ASSIGN_OR_RETURN(SealOutcome outcome, FinishSeal(session, slot, checksum));
+  outcome.summarize = summarize;
+  return outcome;
+}
+
+}  // namespace kvd

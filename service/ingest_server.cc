@@ -1,0 +1,235 @@
+#include "service/ingest_server.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "proto/staging.h"
+
+namespace kvd {
+namespace {
+
+using Steady = std::chrono::steady_clock;
+
+constexpr size_t kNumBuffers = 16;
+constexpr size_t kBuffersPerSession = 4;
+constexpr size_t kMaxWaiting = 256;
+// A sender whose message does not arrive in this time is cut off.
+constexpr auto kReceiveLimit = std::chrono::seconds(5);
+constexpr auto kShutdownLimit = std::chrono::seconds(1);
+
+}  // namespace
+
+class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
+ public:
+  Impl(UcxWorker* worker, const SessionTable* sessions)
+      : worker_(worker), sessions_(sessions), jobs_(kNumBuffers) {
+    for (Job& job : jobs_) job.server = this;
+  }
+
+  void OnMessage(const MessageHeader& header, UcxPayload& payload) override;
+  bool Poll() override;
+  void AbortAll();
+  bool Idle() const {
+    return std::none_of(jobs_.begin(), jobs_.end(), [](const Job& job) { return job.state != State::kFree; });
+  }
+
+  std::atomic<uint64_t> num_bytes_{0};
+  std::atomic<uint64_t> num_refused_units_{0};
+  std::atomic<uint64_t> num_malformed_{0};
+
+ private:
+  enum class State { kFree, kReceiving, kAcknowledging };
+  // One message: received, copied into place, acknowledged.
+  struct Job final : UcxReceive, UcxSend {
+    Impl* server = nullptr;
+    State state = State::kFree;
+    SessionHandle session;
+    UcxEndpoint* peer = nullptr;
+    Steady::time_point arrived;
+    StagingBuffer bytes;
+    std::vector<uint8_t> stored;  // bitmap
+    void OnReceived(bool ok) override { server->OnUnits(*this, ok); }
+    void OnSent(bool) override { server->Finish(*this); }
+  };
+  struct Waiting {
+    MessageHeader header;
+    UcxPayload payload;
+  };
+
+  Job* FindFree(SessionId session);
+  WireStatus Check(const MessageHeader& header, size_t payload_bytes, const SessionHandle& session) const;
+  void Begin(Job& job, const MessageHeader& header, SessionHandle session, UcxEndpoint* peer,
+             UcxPayload& payload);
+  void OnUnits(Job& job, bool ok);
+  void Store(Job& job);
+  void Finish(Job& job);
+
+  UcxWorker* const worker_;
+  const SessionTable* const sessions_;
+  // The rest belongs to the progress thread.
+  std::vector<Job> jobs_;
+  std::deque<Waiting> waiting_;
+};
+
+IngestServer::Impl::Job* IngestServer::Impl::FindFree(SessionId session) {
+  Job* found = nullptr;
+  size_t used = 0;
+  for (Job& job : jobs_) {
+    if (job.state == State::kFree) found = &job;
+    else if (job.session.id == session) ++used;
+  }
+  return used < kBuffersPerSession ? found : nullptr;
+}
+
+WireStatus IngestServer::Impl::Check(const MessageHeader& header, size_t payload_bytes,
+                                     const SessionHandle& session) const {
+  const size_t unit_bytes = session.arena->memory().shape().slot.unit_bytes;
+  const bool fits = header.flags == 0 && header.count > 0 && payload_bytes <= kMaxPieceBytes &&
+                    payload_bytes == header.count * (sizeof(IngestEntry) + unit_bytes);
+  return fits ? WireStatus::kOk : WireStatus::kInvalid;
+}
+
+void IngestServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& payload) {
+  absl::StatusOr<SessionHandle> session = sessions_->Find(header.session, header.incarnation);
+  UcxEndpoint* peer = worker_->FindPeer(header.session, ChannelOf(header.request));
+  if (peer == nullptr) {
+    num_malformed_.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  WireStatus status = session.ok() ? Check(header, payload.bytes(), *session) : WireStatus::kAborted;
+  if (status == WireStatus::kInvalid) num_malformed_.fetch_add(1, std::memory_order_relaxed);
+  Job* job = FindFree(session.ok() ? session->id : SessionId{});
+  if (status == WireStatus::kOk && job == nullptr) {
+    if (waiting_.size() < kMaxWaiting) waiting_.push_back({header, payload.Hold()});
+    return;  // over kMaxWaiting it is dropped: the sender's deadline tells it
+  }
+  if (status == WireStatus::kOk) return Begin(*job, header, *std::move(session), peer, payload);
+  if (job == nullptr) return;
+  // A refusal travels in a job of its own, without payload.
+  job->header = header;
+  job->header.status = status;
+  job->stored.clear();
+  job->state = State::kAcknowledging;
+  job->peer = peer;
+  UcxWorker::Retain(peer);
+  job->arrived = Steady::now();
+  job->header.type = MessageType::kIngestAck;
+  job->header.count = 0;
+  worker_->Send(peer, *job, {});
+}
+
+void IngestServer::Impl::Begin(Job& job, const MessageHeader& header, SessionHandle session,
+                               UcxEndpoint* peer, UcxPayload& payload) {
+  job.header = header;
+  job.session = std::move(session);
+  job.peer = peer;
+  UcxWorker::Retain(peer);
+  job.arrived = Steady::now();
+  job.state = State::kReceiving;
+  uint8_t* buffer = job.bytes.Reserve(payload.bytes());
+  payload.ReceiveInto(buffer, job);
+}
+
+void IngestServer::Impl::OnUnits(Job& job, bool ok) {
+  if (!ok) return Finish(job);
+  Store(job);
+  job.state = State::kAcknowledging;
+  job.header.type = MessageType::kIngestAck;
+  job.header.status = WireStatus::kOk;
+  worker_->Send(job.peer, job, job.stored);
+}
+
+// Copies each unit to the slot that its ticket names, if that is this session's and still open.
+void IngestServer::Impl::Store(Job& job) {
+  Arena& arena = *job.session.arena;
+  const size_t count = job.header.count;
+  const size_t unit_bytes = arena.memory().shape().slot.unit_bytes;
+  const uint8_t* const units = job.bytes.data() + count * sizeof(IngestEntry);
+  job.stored.assign(BitmapBytes(count), 0);
+  uint64_t pinned = 0;
+  std::optional<ReservationPin> pin;  // of the ticket `pinned`; a page's units come together
+  uint64_t num_stored = 0;
+  for (size_t i = 0; i < count; ++i) {
+    IngestEntry entry;
+    std::memcpy(&entry, job.bytes.data() + i * sizeof(entry), sizeof(entry));
+    if (!pin.has_value() || pinned != entry.ticket) {
+      pin.reset();
+      pinned = entry.ticket;
+      absl::StatusOr<ReservationPin> taken = arena.PinReservation(job.session.id, Ticket{entry.ticket});
+      if (taken.ok()) pin.emplace(*std::move(taken));
+    }
+    if (!pin.has_value() || !arena.CheckUnit(entry.layer, entry.head).ok()) continue;
+    std::memcpy(pin->unit(entry.layer, entry.head), units + i * unit_bytes, unit_bytes);
+    pin->MarkReceived(entry.layer, entry.head);
+    job.stored[i / 8] = static_cast<uint8_t>(job.stored[i / 8] | 1u << (i % 8));
+    ++num_stored;
+  }
+  num_bytes_.fetch_add(num_stored * unit_bytes, std::memory_order_relaxed);
+  num_refused_units_.fetch_add(count - num_stored, std::memory_order_relaxed);
+}
+
+void IngestServer::Impl::Finish(Job& job) {
+  worker_->Release(std::exchange(job.peer, nullptr));
+  job.session = {};
+  job.state = State::kFree;
+}
+
+bool IngestServer::Impl::Poll() {
+  const Steady::time_point now = Steady::now();
+  for (const Job& job : jobs_) {
+    if (job.state != State::kFree && now - job.arrived > kReceiveLimit) worker_->Abort(job.peer);
+  }
+  // In order of arrival, except past sessions that have all the buffers they may have.
+  for (auto it = waiting_.begin(); it != waiting_.end(); ++it) {
+    absl::StatusOr<SessionHandle> session = sessions_->Find(it->header.session, it->header.incarnation);
+    UcxEndpoint* peer = worker_->FindPeer(it->header.session, ChannelOf(it->header.request));
+    Job* job = session.ok() && peer != nullptr ? FindFree(session->id) : nullptr;
+    if (session.ok() && peer != nullptr && job == nullptr) continue;
+    Waiting next = std::move(*it);
+    waiting_.erase(it);
+    if (job != nullptr) Begin(*job, next.header, *std::move(session), peer, next.payload);
+    return true;
+  }
+  return false;
+}
+
+void IngestServer::Impl::AbortAll() {
+  waiting_.clear();
+  for (Job& job : jobs_) {
+    if (job.state != State::kFree) worker_->Abort(job.peer);
+  }
+}
+
+IngestServer::IngestServer(UcxWorker* worker, const SessionTable* sessions)
+    : impl_(std::make_shared<Impl>(worker, sessions)), worker_(worker) {
+  worker->SetReceiver(MessageType::kIngest, impl_.get());
+  worker->AddPoller(impl_.get());
+}
+
+IngestServer::~IngestServer() {
+  worker_->SetReceiver(MessageType::kIngest, nullptr);
+  worker_->RemovePoller(impl_.get());
+  const auto limit = Steady::now() + kShutdownLimit;
+  bool idle = false;
+  while (!idle && Steady::now() < limit) {
+    worker_->Run([&] {
+      impl_->AbortAll();
+      idle = impl_->Idle();
+    });
+    if (!idle) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (!idle) worker_->KeepUntilEnd(impl_);
+}
+
+uint64_t IngestServer::num_bytes() const { return impl_->num_bytes_.load(); }
+uint64_t IngestServer::num_refused_units() const { return impl_->num_refused_units_.load(); }
+uint64_t IngestServer::num_malformed() const { return impl_->num_malformed_.load(); }
+
+}  // namespace kvd

@@ -1,0 +1,414 @@
+#include "service/server.h"
+
+#include <fcntl.h>
+#include <google/protobuf/text_format.h>
+#include <grpcpp/grpcpp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/synchronization/mutex.h"
+#include "kernels/layout.h"
+#include "proto/address.h"
+#include "proto/status.h"
+#include "service/arena_factory.h"
+#include "service/config.h"
+#include "service/data_plane.h"
+#include "service/health.h"
+#include "service/log_setup.h"
+#include "service/metrics.h"
+#include "service/pool_service.h"
+#include "spdlog/spdlog.h"
+
+namespace kvd {
+namespace {
+
+using locks_kvd::v1::DaemonConfig;
+using locks_kvd::v1::ReadyFile;
+
+constexpr int kMaxMessageBytes = 4 << 20;
+constexpr size_t kGrpcMemoryBytes = size_t{512} << 20;
+constexpr int kGrpcMaxThreads = 128;
+constexpr int kMaxStreamsPerConnection = 256;
+// Calls that are still answered when the daemon stops.
+constexpr absl::Duration kStopGrace = absl::Seconds(2);
+constexpr absl::Duration kDrainPoll = absl::Milliseconds(5);
+// The daemon is not live once its upkeep loop did not tick for this long.
+constexpr absl::Duration kLiveLimit = absl::Seconds(10);
+constexpr absl::Duration kCertificateCheck = absl::Minutes(1);
+
+std::string HexOf(const Incarnation& incarnation) {
+  return absl::BytesToHexString(
+      absl::string_view(reinterpret_cast<const char*>(incarnation.data()), incarnation.size()));
+}
+
+std::string WithPort(const std::string& address, int port) {
+  absl::StatusOr<Address> parsed = Address::Parse(address);
+  if (!parsed.ok()) return address;
+  parsed->port = static_cast<uint16_t>(port);
+  return parsed->ToString();
+}
+
+// Writes a file whole and at once: a reader sees all of it or none.
+absl::Status WriteWhole(const std::string& path, const std::string& text) {
+  const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
+  const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  const bool written = fd >= 0 && write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+  const int error = errno;
+  if (fd >= 0) close(fd);
+  if (written && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
+  const int shown = written ? errno : error;
+  unlink(temporary.c_str());
+  return absl::FailedPreconditionError(absl::StrCat("ready_file ", path, ": cannot be written: ",
+                                                    std::strerror(shown), ": check its directory"));
+}
+
+MetricsSnapshot::ArenaFigures FiguresOf(const Arena& arena) {
+  const ArenaStats s = arena.Stats();
+  const SlotLayout& slot = arena.memory().shape().slot;
+  const uint64_t usable = arena.memory().shape().num_slots - 1;
+  const uint64_t used = s.slots_sealed + s.slots_reserved;
+  MetricsSnapshot::ArenaFigures f;
+  f.tenant = arena.tenant();
+  f.model = arena.model();
+  f.capacity_page_bytes = usable * slot.slot_bytes();
+  f.capacity_summary_bytes = usable * slot.summary_bytes();
+  f.used_page_bytes = used * slot.slot_bytes();
+  f.used_summary_bytes = used * slot.summary_bytes();
+  f.leased_bytes = s.slots_leased * (slot.slot_bytes() + slot.summary_bytes());
+  f.slots_free = s.slots_free;
+  f.slots_reserved = s.slots_reserved;
+  f.slots_sealed = s.slots_sealed;
+  f.slots_quarantined = s.slots_quarantined;
+  f.leases = s.leases;
+  f.match_hits = s.matched_pages;
+  f.match_misses = s.unmatched_pages;
+  f.reserved_new = s.reserved_new;
+  f.reserved_hit = s.reserved_hit;
+  f.reserved_refused = s.reserved_refused;
+  f.reserved_expired = s.reserved_expired;
+  f.sealed = s.sealed_pages;
+  f.seals_refused = s.seals_refused;
+  f.sealed_never_matched = s.sealed_never_matched;
+  f.evicted = s.evicted_pages;
+  f.evictions_refused = s.evictions_refused;
+  f.leases_lost = s.leases_lost;
+  f.leases_released = s.leases_released;
+  f.quarantined_slots = s.quarantined_slots;
+  return f;
+}
+
+}  // namespace
+
+struct Server::Parts {
+  explicit Parts(const DaemonConfig& c) : config(c) {}
+  ~Parts();
+
+  absl::Status Start();
+  absl::Status StartControl();
+  absl::Status StartOutside();
+  MetricsSnapshot Snapshot() const;
+  void UpkeepLoop();
+  void WatchLoop();
+  bool SleepUnlessStopping(absl::Duration time) const;
+  void CheckCertificates();
+  uint32_t CountLeases() const;
+  void LogStart() const;
+
+  const DaemonConfig config;
+  const SteadyClock clock;
+  const Incarnation incarnation = RandomBytes16();
+  Metrics metrics;
+  ReadyFile ready;
+  bool ready_file_written = false;
+
+  // In the order of their start; destroyed by ~Parts in the reverse one.
+  std::vector<std::shared_ptr<Arena>> arenas;
+  std::unique_ptr<SessionTable> sessions;
+  std::unique_ptr<Sealer> sealer;
+  std::unique_ptr<PoolService> pool;
+  std::unique_ptr<AdminService> admin;
+  std::unique_ptr<grpc::Server> control;
+  std::unique_ptr<DataPlane> data_plane;
+  std::unique_ptr<HealthServer> health;
+  std::unique_ptr<MetricsServer> metrics_server;
+  std::thread upkeep;
+  std::thread watch;
+  std::atomic<int64_t> last_tick_ns{0};
+  std::atomic<bool> serving{false};  // every part above is there
+
+  mutable absl::Mutex mutex;
+  bool stopping ABSL_GUARDED_BY(mutex) = false;
+  bool exit_requested ABSL_GUARDED_BY(mutex) = false;
+  std::vector<std::pair<std::string, absl::Time>> certificates ABSL_GUARDED_BY(mutex);
+};
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const DaemonConfig& config) {
+  auto parts = std::make_unique<Parts>(config);
+  std::unique_ptr<Server> server(new Server(std::move(parts)));
+  Parts& p = *server->parts_;
+  p.admin = std::make_unique<AdminService>(
+      !IsInsecure(config), &p.metrics, PrintConfig(config),
+      [s = server.get()](absl::Duration limit, bool exit) -> absl::StatusOr<AdminService::DrainOutcome> {
+        if (!s->parts_->serving.load(std::memory_order_acquire)) {
+          return absl::UnavailableError("the daemon is starting: try again in a moment");
+        }
+        const DrainResult result = s->Drain(limit, "asked for by an operator");
+        if (exit) s->RequestExit();
+        return AdminService::DrainOutcome{result.clean, result.leases_left};
+      });
+  KVD_RETURN_IF_ERROR(p.Start());
+  return server;
+}
+
+Server::Server(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
+Server::~Server() = default;
+
+const ReadyFile& Server::ready() const { return parts_->ready; }
+
+absl::Status Server::Parts::Start() {
+  const auto& times = config.times();
+  KVD_ASSIGN_OR_RETURN(arenas, MakeArenas(config, incarnation, &clock));
+  sessions = std::make_unique<SessionTable>(
+      SessionTable::Options{.incarnation = incarnation,
+                            .ttl = absl::Milliseconds(times.session_ttl_ms()),
+                            .sessions_per_tenant = config.limits().sessions_per_tenant(),
+                            .clock = &clock});
+  const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
+  sealer = std::make_unique<Sealer>(static_cast<int>(std::min(4u, cores)));
+  PoolOptions options;
+  options.sessions = sessions.get();
+  options.sealer = sealer.get();
+  options.metrics = &metrics;
+  options.clock = &clock;
+  options.arenas = arenas;
+  options.tls = !IsInsecure(config);
+  options.heartbeat = absl::Milliseconds(times.heartbeat_ms());
+  options.version = kVersion;
+  pool = std::make_unique<PoolService>(std::move(options));
+  KVD_RETURN_IF_ERROR(StartControl());
+  const absl::StatusOr<Address> address = Address::Parse(ready.control_address());
+  KVD_ASSIGN_OR_RETURN(data_plane,
+                       DataPlane::Make(config, address.ok() ? address->port : uint16_t{0}, sessions.get(), &metrics));
+  KVD_RETURN_IF_ERROR(StartOutside());
+  last_tick_ns = absl::ToInt64Nanoseconds(clock.Now());
+  upkeep = std::thread([this] { UpkeepLoop(); });
+  watch = std::thread([this] { WatchLoop(); });
+  pool->Open(data_plane->Offers());
+  serving.store(true, std::memory_order_release);
+  if (health != nullptr) {
+    health->SetStarted(true);
+    health->SetLive(true);
+    health->SetReady(true);
+  }
+  LogStart();
+  if (config.ready_file().empty()) return absl::OkStatus();
+  std::string text;
+  google::protobuf::TextFormat::PrintToString(ready, &text);
+  KVD_RETURN_IF_ERROR(WriteWhole(config.ready_file(), text));
+  ready_file_written = true;
+  return absl::OkStatus();
+}
+
+absl::Status Server::Parts::StartControl() {
+  std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials();
+  if (!IsInsecure(config)) {
+    KVD_ASSIGN_OR_RETURN(auto expiries, CheckTlsFiles(config.control().tls(), absl::Now()));
+    absl::MutexLock lock(&mutex);
+    certificates = std::move(expiries);
+    credentials = MakeTlsCredentials(config.control().tls());
+  }
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(config.control().address(), credentials, &port);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // two daemons on one port would mix their clients
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreamsPerConnection);
+  builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  builder.SetResourceQuota(
+      grpc::ResourceQuota("control").SetMaxThreads(kGrpcMaxThreads).Resize(kGrpcMemoryBytes));
+  builder.RegisterService(pool.get());
+  builder.RegisterService(admin.get());
+  control = builder.BuildAndStart();
+  if (control == nullptr || port == 0) {
+    return absl::UnavailableError(absl::StrCat(
+        "control.address ", config.control().address(),
+        ": cannot listen: is the port taken, or the address another host's?"));
+  }
+  ready.set_control_address(WithPort(config.control().address(), port));
+  ready.set_incarnation(HexOf(incarnation));
+  ready.set_pid(static_cast<uint64_t>(getpid()));
+  return absl::OkStatus();
+}
+
+absl::Status Server::Parts::StartOutside() {
+  ready.set_socket_path(data_plane->socket_path());
+  if (!config.health_address().empty()) {
+    KVD_ASSIGN_OR_RETURN(health, HealthServer::Make(config.health_address()));
+    ready.set_health_address(WithPort(config.health_address(), health->port()));
+  }
+  if (config.metrics_address().empty()) return absl::OkStatus();
+  MetricsIdentity identity;
+  identity.version = kVersion;
+  identity.ucx = data_plane->UcxDescription();
+  identity.layout_version = kLayoutVersion;
+  identity.incarnation = incarnation;
+  identity.start_time_seconds = absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch());
+  KVD_ASSIGN_OR_RETURN(metrics_server, MetricsServer::Make(config.metrics_address(), &metrics, std::move(identity),
+                                                           [this] { return Snapshot(); }));
+  ready.set_metrics_address(WithPort(config.metrics_address(), metrics_server->port()));
+  return absl::OkStatus();
+}
+
+void Server::Parts::LogStart() const {
+  spdlog::info("start version={} layout={} incarnation={} pid={}", kVersion, kLayoutVersion, ready.incarnation(),
+               ready.pid());
+  for (const auto& arena : arenas) {
+    const ArenaShape& shape = arena->memory().shape();
+    spdlog::info("memory arena={}/{} kind=host slots={} slot_bytes={} record_bytes={} slabs={} encoder={}",
+                 arena->tenant(), arena->model(), shape.num_slots - 1, shape.slot.slot_bytes(),
+                 shape.slot.summary_bytes(), shape.num_slabs(), EncoderName(arena->options().encoder));
+  }
+  for (const std::string& path : data_plane->Offers().report) spdlog::info("path offer={}", LogQuote(path));
+  spdlog::info("serving control={} health={} metrics={} tls={}", ready.control_address(), ready.health_address(),
+               ready.metrics_address(), !IsInsecure(config));
+  if (IsInsecure(config)) {
+    spdlog::warn("insecure control={} meaning=\"callers are not authenticated: any of them may name any tenant\"",
+                 ready.control_address());
+  }
+}
+
+MetricsSnapshot Server::Parts::Snapshot() const {
+  MetricsSnapshot snapshot;
+  for (const auto& arena : arenas) snapshot.arenas.push_back(FiguresOf(*arena));
+  snapshot.sessions = sessions->size();
+  snapshot.draining = pool->draining();
+  data_plane->Fill(&snapshot);
+  absl::MutexLock lock(&mutex);
+  for (const auto& [file, expiry] : certificates) {
+    snapshot.cert_expiry_seconds.emplace_back(file, absl::ToDoubleSeconds(expiry - absl::UnixEpoch()));
+  }
+  return snapshot;
+}
+
+bool Server::Parts::SleepUnlessStopping(absl::Duration time) const {
+  absl::MutexLock lock(&mutex);
+  return !mutex.AwaitWithTimeout(absl::Condition(&stopping), time);
+}
+
+void Server::Parts::UpkeepLoop() {
+  const absl::Duration interval =
+      std::clamp(sessions->ttl() / 20, absl::Milliseconds(5), absl::Milliseconds(250));
+  absl::Duration last_certificate_check = clock.Now();
+  while (SleepUnlessStopping(interval)) {
+    for (const SessionInfo& session : sessions->EndSilent()) {
+      spdlog::warn("session_lost session={} tenant={} client={} silent_ms={}", static_cast<uint64_t>(session.id),
+                   session.arena->tenant(), LogQuote(session.client_name),
+                   absl::ToInt64Milliseconds(session.silent));
+    }
+    pool->TickStreams();
+    for (const auto& arena : arenas) arena->Tick();
+    const absl::Duration now = clock.Now();
+    last_tick_ns = absl::ToInt64Nanoseconds(now);
+    if (now - last_certificate_check >= kCertificateCheck) {
+      last_certificate_check = now;
+      CheckCertificates();
+    }
+  }
+}
+
+void Server::Parts::CheckCertificates() {
+  if (IsInsecure(config)) return;
+  auto expiries = CheckTlsFiles(config.control().tls(), absl::Now());
+  if (!expiries.ok()) {
+    spdlog::error("certificates_bad problem={}", LogQuote(expiries.status().message()));
+    return;
+  }
+  absl::MutexLock lock(&mutex);
+  certificates = *std::move(expiries);
+}
+
+void Server::Parts::WatchLoop() {
+  bool live = true;
+  while (SleepUnlessStopping(absl::Seconds(1))) {
+    const absl::Duration since = clock.Now() - absl::Nanoseconds(last_tick_ns.load());
+    const bool now_live = since < kLiveLimit;
+    if (now_live == live) continue;
+    live = now_live;
+    spdlog::error("upkeep_loop live={} since_ms={}", live, absl::ToInt64Milliseconds(since));
+    if (health != nullptr) health->SetLive(live);
+  }
+}
+
+uint32_t Server::Parts::CountLeases() const {
+  uint64_t leases = 0;
+  for (const auto& arena : arenas) leases += arena->Stats().leases;
+  return static_cast<uint32_t>(std::min<uint64_t>(leases, UINT32_MAX));
+}
+
+DrainResult Server::Drain(absl::Duration limit, const std::string& reason) {
+  Parts& p = *parts_;
+  const absl::Duration wait = limit > absl::ZeroDuration() ? limit : absl::Milliseconds(p.config.times().drain_ms());
+  spdlog::info("drain_begin reason={} limit_ms={} sessions={} leases={}", LogQuote(reason),
+               absl::ToInt64Milliseconds(wait), p.sessions->size(), p.CountLeases());
+  if (p.health != nullptr) p.health->SetReady(false);
+  p.pool->StartDraining(reason);
+  const absl::Duration end = p.clock.Now() + wait;
+  uint32_t leases = p.CountLeases();
+  while ((leases > 0 || p.data_plane->num_in_flight() > 0) && p.clock.Now() < end) {
+    if (!p.SleepUnlessStopping(kDrainPoll)) break;
+    leases = p.CountLeases();
+  }
+  const DrainResult result = {leases == 0 && p.data_plane->num_in_flight() == 0, leases};
+  p.data_plane->Drain();
+  spdlog::info("drain_end clean={} leases_left={}", result.clean, result.leases_left);
+  return result;
+}
+
+void Server::RequestExit() {
+  absl::MutexLock lock(&parts_->mutex);
+  parts_->exit_requested = true;
+}
+
+void Server::WaitForExit() {
+  absl::MutexLock lock(&parts_->mutex);
+  parts_->mutex.Await(absl::Condition(&parts_->exit_requested));
+}
+
+Server::Parts::~Parts() {
+  if (ready_file_written) unlink(config.ready_file().c_str());
+  {
+    absl::MutexLock lock(&mutex);
+    stopping = true;
+  }
+  if (health != nullptr) health->SetReady(false);
+  if (upkeep.joinable()) upkeep.join();
+  if (watch.joinable()) watch.join();
+  metrics_server.reset();
+  health.reset();
+  if (control != nullptr) {
+    pool->EndStreams();
+    control->Shutdown(std::chrono::system_clock::now() +
+                      absl::ToChronoMilliseconds(kStopGrace));
+    control->Wait();
+  }
+  data_plane.reset();
+  control.reset();
+  admin.reset();
+  pool.reset();
+  sealer.reset();
+  sessions.reset();
+  if (ready.pid() != 0) spdlog::info("stopped incarnation={}", ready.incarnation());
+}
+
+}  // namespace kvd

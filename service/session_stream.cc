@@ -1,0 +1,214 @@
+#include "service/session_stream.h"
+
+#include <deque>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "proto/status.h"
+
+namespace kvd {
+
+using locks_kvd::v1::SessionEvent;
+using locks_kvd::v1::SessionPing;
+
+absl::StatusOr<SessionKey> ParseSessionRef(const locks_kvd::v1::SessionRef& session) {
+  SessionKey key;
+  if (session.token().size() != key.token.size() || session.incarnation().size() != key.incarnation.size()) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "session: expected a token and an incarnation of 16 bytes, got %d and %d: send what Attach returned",
+        session.token().size(), session.incarnation().size()));
+  }
+  std::memcpy(key.token.data(), session.token().data(), key.token.size());
+  std::memcpy(key.incarnation.data(), session.incarnation().data(), key.incarnation.size());
+  return key;
+}
+
+absl::Status CheckSessionTenant(const PeerIdentity& peer, const SessionHandle& session) {
+  if (!peer.authenticated) return absl::OkStatus();
+  if (peer.role == Role::kClient && peer.tenant == session.arena->tenant()) return absl::OkStatus();
+  return absl::PermissionDeniedError("the session belongs to another tenant than the certificate");
+}
+
+// One stream. gRPC holds it by pointer until OnDone; whoever else uses it holds a shared_ptr.
+// The mutex is held over StartRead, StartWrite and Finish, so that nothing is started after Finish. That is
+// safe: gRPC runs reactions of a reactor that is not inlineable on its own threads, never inside these calls.
+class SessionStream final : public SessionStreams::Reactor {
+ public:
+  SessionStream(SessionStreams* streams, absl::StatusOr<PeerIdentity> peer)
+      : streams_(streams), peer_(std::move(peer)), opened_(streams->clock_->Now()) {}
+
+  void Start() {
+    absl::MutexLock lock(&mutex_);
+    if (peer_.ok()) {
+      StartRead(&ping_);
+    } else {
+      FinishLocked(peer_.status());
+    }
+  }
+
+  void OnReadDone(bool ok) override {
+    absl::MutexLock lock(&mutex_);
+    if (finished_) return;
+    if (!ok) return FinishLocked(absl::OkStatus());  // the client has no more pings
+    const absl::Status status = HandlePingLocked();
+    if (!status.ok()) return FinishLocked(status);
+  }
+
+  void OnWriteDone(bool ok) override {
+    absl::MutexLock lock(&mutex_);
+    if (finished_) return;
+    if (!ok) return FinishLocked(absl::CancelledError("the client is gone"));
+    const bool was_ack = events_.front().has_ping_ack();
+    events_.pop_front();
+    if (!events_.empty()) StartWrite(&events_.front());
+    if (was_ack) StartRead(&ping_);
+  }
+
+  void OnCancel() override {
+    absl::MutexLock lock(&mutex_);
+    FinishLocked(absl::CancelledError("the call was cancelled"));
+  }
+
+  void OnDone() override { streams_->Remove(this); }
+
+  // Nothing is sent before the stream has named its session.
+  void Drain(const std::string& reason) {
+    absl::MutexLock lock(&mutex_);
+    if (finished_ || !session_.has_value() || told_draining_) return;
+    told_draining_ = true;
+    SessionEvent event;
+    event.mutable_draining()->set_reason(reason);
+    SendLocked(std::move(event));
+  }
+
+  std::optional<SessionId> session_id() {
+    absl::MutexLock lock(&mutex_);
+    return session_.has_value() ? std::optional<SessionId>(session_->id) : std::nullopt;
+  }
+
+  absl::Duration opened() const { return opened_; }
+
+  void EndUnnamed() {
+    absl::MutexLock lock(&mutex_);
+    if (session_.has_value()) return;  // it came just in time
+    FinishLocked(absl::DeadlineExceededError("no ping came: the first one names the session"));
+  }
+
+  void End(const absl::Status& status) {
+    absl::MutexLock lock(&mutex_);
+    FinishLocked(status);
+  }
+
+ private:
+  absl::Status HandlePingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    KVD_ASSIGN_OR_RETURN(const SessionKey key, ParseSessionRef(ping_.session()));
+    // The tenant first: another tenant's ping must not keep a session alive.
+    KVD_ASSIGN_OR_RETURN(const SessionHandle found, streams_->sessions_->Find(key.token, key.incarnation));
+    KVD_RETURN_IF_ERROR(CheckSessionTenant(*peer_, found));
+    if (session_.has_value() && session_->id != found.id) {
+      return absl::InvalidArgumentError("a stream belongs to one session: open another stream for another");
+    }
+    KVD_ASSIGN_OR_RETURN(session_, streams_->sessions_->Ping(key.token, key.incarnation));
+    SessionEvent event;
+    event.mutable_ping_ack()->set_sequence_number(ping_.sequence_number());
+    SendLocked(std::move(event));
+    const std::string reason = streams_->DrainingReason();
+    if (!reason.empty() && !told_draining_) {
+      told_draining_ = true;
+      SessionEvent draining;
+      draining.mutable_draining()->set_reason(reason);
+      SendLocked(std::move(draining));
+    }
+    return absl::OkStatus();
+  }
+
+  void SendLocked(SessionEvent event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const Incarnation& incarnation = streams_->sessions_->incarnation();
+    event.set_sequence_number(++sequence_number_);
+    event.set_incarnation(incarnation.data(), incarnation.size());
+    events_.push_back(std::move(event));
+    if (events_.size() == 1) StartWrite(&events_.front());
+  }
+
+  void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (finished_) return;
+    finished_ = true;
+    streams_->metrics_->rpc_requests[static_cast<size_t>(Rpc::kSession)][static_cast<size_t>(status.code())].Add();
+    Finish(ToGrpc(status));
+  }
+
+  SessionStreams* const streams_;
+  const absl::StatusOr<PeerIdentity> peer_;
+  const absl::Duration opened_;
+  absl::Mutex mutex_;
+  SessionPing ping_;
+  std::optional<SessionHandle> session_ ABSL_GUARDED_BY(mutex_);
+  std::deque<SessionEvent> events_ ABSL_GUARDED_BY(mutex_);  // the first is being written
+  uint64_t sequence_number_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool told_draining_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+SessionStreams::Reactor* SessionStreams::Open(absl::StatusOr<PeerIdentity> peer) {
+  auto stream = std::make_shared<SessionStream>(this, std::move(peer));
+  {
+    absl::MutexLock lock(&mutex_);
+    streams_.emplace(stream.get(), stream);
+  }
+  stream->Start();
+  return stream.get();
+}
+
+std::string SessionStreams::DrainingReason() const {
+  absl::MutexLock lock(&mutex_);
+  return draining_reason_;
+}
+
+std::vector<std::shared_ptr<SessionStream>> SessionStreams::List() const {
+  absl::MutexLock lock(&mutex_);
+  std::vector<std::shared_ptr<SessionStream>> list;
+  list.reserve(streams_.size());
+  for (const auto& [unused, stream] : streams_) list.push_back(stream);
+  return list;
+}
+
+void SessionStreams::Remove(SessionStream* stream) {
+  std::shared_ptr<SessionStream> last;  // destroyed after the mutex is released
+  absl::MutexLock lock(&mutex_);
+  const auto it = streams_.find(stream);
+  last = std::move(it->second);
+  streams_.erase(it);
+}
+
+void SessionStreams::StartDraining(const std::string& reason) {
+  {
+    absl::MutexLock lock(&mutex_);
+    draining_reason_ = reason;
+  }
+  for (const auto& stream : List()) stream->Drain(reason);
+}
+
+void SessionStreams::Tick() {
+  // Names first: a session that is attached after the list of the live was made is not in it.
+  std::vector<std::pair<std::shared_ptr<SessionStream>, std::optional<SessionId>>> named;
+  for (auto& stream : List()) named.emplace_back(stream, stream->session_id());
+  std::set<SessionId> live;
+  for (const SessionInfo& session : sessions_->List()) live.insert(session.id);
+  const absl::Duration now = clock_->Now();
+  for (const auto& [stream, id] : named) {
+    if (id.has_value() && !live.contains(*id)) {
+      stream->End(absl::AbortedError("the session has ended: attach again"));
+    }
+    if (!id.has_value() && now - stream->opened() >= sessions_->ttl()) {
+      stream->EndUnnamed();
+    }
+  }
+}
+
+void SessionStreams::EndAll() {
+  for (const auto& stream : List()) stream->End(absl::UnavailableError("the daemon stops: use another one"));
+}
+
+}  // namespace kvd

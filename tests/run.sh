@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Sets up, builds and runs every test that this machine can run.
+# usage: tests/run.sh [cpu|asan|tsan]... [-- ctest arguments]      (default: cpu)
+# GPU code is compiled where nvcc 13 or later is found; GPU tests run where there is a GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+presets=()
+ctest_arguments=()
+while [ "$#" -gt 0 ]; do
+  case "$1" in
+    cpu | asan | tsan) presets+=("$1") ;;
+    --) shift; ctest_arguments=("$@"); break ;;
+    -h | --help) sed -n '2,4p' "$0" | cut -c3-; exit 0 ;;
+    *) echo "run.sh: unknown argument '$1': expected cpu, asan, tsan or --" >&2; exit 2 ;;
+  esac
+  shift
+done
+[ "${#presets[@]}" -gt 0 ] || presets=(cpu)
+
+bash deploy/install_deps.sh build
+# The trace tool's own test needs numpy and the weights; without them it says that it was skipped.
+bash deploy/install_deps.sh trace || echo "run.sh: no Python packages: the trace tests will be SKIPPED"
+
+jobs=$(nproc)
+nvcc_major=$( (nvcc --version 2>/dev/null || true) | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+if [ "${nvcc_major:-0}" -ge 13 ]; then
+  echo "run.sh: nvcc $nvcc_major found: building the GPU code"
+  cmake --preset dev -DKVD_BENCH=OFF >/dev/null
+  cmake --build --preset dev --target kvd_gpu -j "$jobs"
+else
+  echo "run.sh: GPU code not built: nvcc 13 or later was not found"
+fi
+
+for preset in "${presets[@]}"; do
+  echo "run.sh: $preset"
+  cmake --preset "$preset" >/dev/null
+  cmake --build --preset "$preset" -j "$jobs"
+  export TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1"
+  # UCX's memory hooks and g++'s ThreadSanitizer do not go together.
+  [ "$preset" != tsan ] || export UCX_MEM_EVENTS=n
+  ctest --test-dir "build/$preset" --output-on-failure --no-tests=error -j "$jobs" "${ctest_arguments[@]}"
+done
