@@ -58,7 +58,7 @@ struct ClientOptions {
   std::string client_name = "kvd-client";
   absl::Duration control_timeout = absl::Seconds(5);
   absl::Duration fetch_timeout = absl::Seconds(1);  // of what opening a sequence fetches, a list
-  // Called from the client's threads; must not call back into the client, nor block for long.
+  // Called from the client's threads; must not call back into the client, nor wait for long.
   std::function<void(const ClientEvent&)> on_event;
 };
 

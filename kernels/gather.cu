@@ -36,6 +36,8 @@ __global__ void __launch_bounds__(kThreads) GatherUnitsKernel(const GatherUnit* 
                                                               uint8_t* valid) {
   for (int64_t i = blockIdx.x; i < num_units; i += gridDim.x) {
     const GatherUnit unit = units[i];
+    // The header is wanted last but then at once: have it near.
+    if (threadIdx.x == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(unit.header));
     const auto* source = reinterpret_cast<const uint4*>(unit.source);
     auto* destination = reinterpret_cast<uint4*>(unit.destination);
     uint4 words[kLoads];

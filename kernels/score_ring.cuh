@@ -52,18 +52,17 @@ struct Shape {
   static constexpr uint32_t kCoarseBytes = kLayout.coarse_bytes;
   static constexpr uint32_t kFineBytes = kLayout.fine_bytes;
   static constexpr uint32_t kStageBytes = kPiece * (kCoarseBytes + (kCoarse ? 0 : kFineBytes));
-  // As many CTAs an SM as its 227 KiB hold with two stages a warp, and its registers: latencies hide behind
-  // other warps. Small CTAs spread short work over more SMs.
+  // As many CTAs an SM as its 227 KiB hold and its registers allow: latencies hide behind other warps. Small
+  // CTAs spread short work over more SMs. More stages, more warps and other deals of the pieces were measured
+  // and gain nothing (bench/README.md).
   static constexpr int kWarps = 4;
-  static constexpr uint32_t kSmBytes = 227 * 1024;
-  static constexpr int kCtasThatFit = static_cast<int>(kSmBytes / (2 * kWarps * kStageBytes + 1024));
-  static constexpr int kMostCtas = D == 256 ? 2 : kPadded == 16 ? 3 : 4;
-  static constexpr int kCtasPerSm = kCtasThatFit < kMostCtas ? kCtasThatFit : kMostCtas;
-  static constexpr int kStagesThatFit = static_cast<int>((kSmBytes / kCtasPerSm - 1024) / (kWarps * kStageBytes));
-  static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
-  static_assert(kCtasPerSm >= 1 && kStages >= 2);
-  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = 2;
   static constexpr uint32_t kSharedBytes = kWarps * kStages * kStageBytes;
+  static constexpr int kCtasThatFit = static_cast<int>(227 * 1024 / (kSharedBytes + 1024));
+  static constexpr int kMostCtas = D == 256 ? 2 : kCoarse && kPadded < 16 ? 4 : 3;
+  static constexpr int kCtasPerSm = kCtasThatFit < kMostCtas ? kCtasThatFit : kMostCtas;
+  static_assert(kCtasPerSm >= 1);
+  static constexpr int kThreads = 32 * kWarps;
 };
 
 // --- work ------------------------------------------------------------------------------------------

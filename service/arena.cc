@@ -17,7 +17,8 @@
 namespace kvd {
 namespace {
 
-// Pages handled under one hold of the mutex, so that a call with 131,072 keys does not stall fetches.
+// Pages handled under one hold of the mutex, so that a call with 131,072 keys does not stall
+// fetches.
 constexpr size_t kPagesPerHold = 512;
 // Answers of Match that a session can repeat.
 constexpr size_t kRecentMatches = 64;
@@ -34,14 +35,16 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Make(ArenaOptions options) {
     return absl::InvalidArgumentError(absl::StrCat(ArenaName(options), ": geometry: ", problem));
   }
   if ((options.encoder == Encoder::kE1S) == options.metric.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        ArenaName(options), ": encoder E1S and a query metric file go together: give both or neither"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(ArenaName(options),
+                     ": encoder E1S and a query metric file go together: give both or neither"));
   }
   const ArenaShape shape = CarveArena(options.geometry, options.bytes);
   if (shape.num_slots < 2) {
     const SlotLayout slot = MakeSlotLayout(options.geometry);
     return absl::InvalidArgumentError(absl::StrFormat(
-        "%s: bytes: expected room for at least two slots of %u bytes with their records, got %u: raise it",
+        "%s: bytes: expected room for at least two slots of %u bytes with their records, got %u: "
+        "raise it",
         ArenaName(options), slot.slot_bytes() + slot.summary_bytes(), options.bytes));
   }
   absl::StatusOr<std::unique_ptr<ArenaMemory>> memory = ArenaMemory::MakeShared(shape);
@@ -79,17 +82,19 @@ Arena::~Arena() {
   }
 }
 
-// Key and checksum first, then the even generation: a reader that sees it sees them, and the units and
-// records, which were written before.
+// Key and checksum first, then the even generation: a reader that sees it sees them, and the units
+// and records, which were written before.
 void Arena::PublishSealed(uint32_t slot, const PageKey& key, uint64_t summary_checksum,
                           uint64_t generation) {
   PageHeader* header = memory_->header(slot);
   const auto words = std::bit_cast<std::array<uint64_t, 2>>(key);
-  // Readers may look at any time; whole-word stores keep what they see defined (the generation judges it).
+  // Readers may look at any time; whole-word stores keep what they see defined (the generation
+  // judges it).
   auto* key_words = reinterpret_cast<uint64_t*>(header->key);
   std::atomic_ref<uint64_t>(key_words[0]).store(words[0], std::memory_order_relaxed);
   std::atomic_ref<uint64_t>(key_words[1]).store(words[1], std::memory_order_relaxed);
-  std::atomic_ref<uint64_t>(header->summary_checksum).store(summary_checksum, std::memory_order_relaxed);
+  std::atomic_ref<uint64_t>(header->summary_checksum)
+      .store(summary_checksum, std::memory_order_relaxed);
   header->generation.store(generation, std::memory_order_release);
 }
 
@@ -106,11 +111,12 @@ absl::Status Arena::CheckFetch(SessionId session, std::span<const FetchEntry> en
     const FetchEntry& entry = entries[i];
     if (entry.slot >= num_slots || entry.layer >= slot_layout_.num_layers ||
         entry.head >= slot_layout_.shard_heads) [[unlikely]] {
-      return absl::InvalidArgumentError(absl::StrFormat(
-          "fetch entry %d: slot %u, layer %u, head %u: expected below %u, %d, %d: the client uses another "
-          "geometry than it attached with",
-          i, entry.slot, entry.layer, entry.head, num_slots, slot_layout_.num_layers,
-          slot_layout_.shard_heads));
+      return absl::InvalidArgumentError(
+          absl::StrFormat("fetch entry %d: slot %u, layer %u, head %u: expected below %u, %d, %d: "
+                          "the client uses another "
+                          "geometry than it attached with",
+                          i, entry.slot, entry.layer, entry.head, num_slots,
+                          slot_layout_.num_layers, slot_layout_.shard_heads));
     }
     const bool held =
         !leased->empty() && ((*leased)[entry.slot / 64] >> (entry.slot % 64) & 1) != 0;
@@ -120,13 +126,15 @@ absl::Status Arena::CheckFetch(SessionId session, std::span<const FetchEntry> en
 }
 
 absl::Status Arena::CheckUnit(int layer, int head) const {
-  if (layer >= 0 && layer < slot_layout_.num_layers && head >= 0 && head < slot_layout_.shard_heads) {
+  if (layer >= 0 && layer < slot_layout_.num_layers && head >= 0 &&
+      head < slot_layout_.shard_heads) {
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrFormat(
-      "unit of layer %d, head %d: expected below %d and %d: the client uses another geometry than it "
-      "attached with",
-      layer, head, slot_layout_.num_layers, slot_layout_.shard_heads));
+  return absl::InvalidArgumentError(
+      absl::StrFormat("unit of layer %d, head %d: expected below %d and %d: the client uses "
+                      "another geometry than it "
+                      "attached with",
+                      layer, head, slot_layout_.num_layers, slot_layout_.shard_heads));
 }
 
 absl::StatusOr<ReservationPin> Arena::PinReservation(SessionId session, Ticket ticket) {
@@ -212,17 +220,19 @@ void Arena::EndSession(SessionId session, SessionEnd why) {
 
 absl::Status Arena::CheckLiveLocked(SessionId session) const {
   if (leases_.IsLive(session)) return absl::OkStatus();
-  return absl::AbortedError("the session has ended: attach again; what it leased is no longer leased");
+  return absl::AbortedError(
+      "the session has ended: attach again; what it leased is no longer leased");
 }
 
 absl::Status Arena::CheckRoomLocked(SessionId session, size_t more) const {
   const size_t used =
       size_t{leases_.num_leases(session)} + sessions_.find(session)->second.reserved.size();
   if (used + more <= options_.leases_per_session) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrFormat(
-      "limits.leases_per_session: %d leased and reserved pages and %d more exceed %u: release pages, open "
-      "another session or raise the limit",
-      used, more, options_.leases_per_session));
+  return absl::ResourceExhaustedError(
+      absl::StrFormat("limits.leases_per_session: %d leased and reserved pages and %d more exceed "
+                      "%u: release pages, open "
+                      "another session or raise the limit",
+                      used, more, options_.leases_per_session));
 }
 
 void Arena::LeaseLocked(SessionId session, uint32_t slot) {
@@ -355,7 +365,8 @@ void Arena::Tick() {
     for (const uint32_t slot : session.reserved) {
       const Reservation& reservation = *reservations_[slot];
       const bool busy = reservation.sealing || reservation.pins > 0;
-      if (!busy && now - reservation.last_activity >= options_.reservation_idle) idle.push_back(slot);
+      if (!busy && now - reservation.last_activity >= options_.reservation_idle)
+        idle.push_back(slot);
     }
   }
   for (const uint32_t slot : idle) EndReservationLocked(slot, /*quarantine=*/true);

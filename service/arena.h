@@ -1,9 +1,9 @@
 // The memory of one tenant and model: pages, records, headers, and the private truth about them.
 //
-// The daemon's truth (page table, generations, leases) is in this process's private memory; headers are a
-// copy that is published for readers and never read back.
-// Thread safety: safe. Locks are held for table work only, never while bytes are copied: a writer holds a
-// ReservationPin instead, and a reader's copy is proved by the generation.
+// The daemon's truth (page table, generations, leases) is in this process's private memory; headers
+// are a copy that is published for readers and never read back. Thread safety: safe. Locks are held
+// for table work only, never while bytes are copied: a writer holds a ReservationPin instead, and a
+// reader's copy is proved by the generation.
 
 #ifndef LOCKS_KVD_SERVICE_ARENA_H_
 #define LOCKS_KVD_SERVICE_ARENA_H_
@@ -39,8 +39,8 @@ enum class Ticket : uint64_t {};
 
 class Arena;
 
-// Keeps a reservation's slot from being freed while units are written into it. REQUIRES: does not outlive
-// its arena.
+// Keeps a reservation's slot from being freed while units are written into it. REQUIRES: does not
+// outlive its arena.
 class ReservationPin {
  public:
   ReservationPin() = default;
@@ -101,8 +101,8 @@ struct ArenaStats {
   uint64_t seals_refused = 0;
   uint64_t sealed_never_matched = 0;  // evicted without having been found
   uint64_t evicted_pages = 0;
-  uint64_t evictions_refused = 0;     // everything leased, reserved or in quarantine
-  uint64_t leases_lost = 0;           // reclaimed from lost sessions
+  uint64_t evictions_refused = 0;  // everything leased, reserved or in quarantine
+  uint64_t leases_lost = 0;        // reclaimed from lost sessions
   uint64_t leases_released = 0;
   uint64_t quarantined_slots = 0;
 };
@@ -125,12 +125,13 @@ struct SealOutcome {
   absl::Duration summarize{};        // time to build its records; zero for a repeated seal
 };
 
-// Memory, page table and leases of one (tenant, model). The data plane uses the part below; the control
-// plane's calls follow it.
+// Memory, page table and leases of one (tenant, model). The data plane uses the part below; the
+// control plane's calls follow it.
 class Arena {
  public:
-  // Carves the memory, fills the canary slot. kInvalidArgument if `bytes` holds fewer than two slots or the
-  // options contradict each other; kResourceExhausted if the kernel refuses the memory.
+  // Carves the memory, fills the canary slot. kInvalidArgument if `bytes` holds fewer than two
+  // slots or the options contradict each other; kResourceExhausted if the kernel refuses the
+  // memory.
   static absl::StatusOr<std::unique_ptr<Arena>> Make(ArenaOptions options);
   // REQUIRES: no pin and no call is under way.
   ~Arena();
@@ -145,47 +146,51 @@ class Arena {
 
   // --- data plane ---
 
-  // allowed[i] = 1 iff `session` leases entries[i].slot, or it is the canary's (the copy itself is guarded
-  // by the generation). kInvalidArgument, naming the entry, if a slot, layer or head is out of range.
-  // kAborted if the session has ended.
+  // allowed[i] = 1 iff `session` leases entries[i].slot, or it is the canary's (the copy itself is
+  // guarded by the generation). kInvalidArgument, naming the entry, if a slot, layer or head is out
+  // of range. kAborted if the session has ended.
   absl::Status CheckFetch(SessionId session, std::span<const FetchEntry> entries,
                           std::span<uint8_t> allowed) const;
 
-  // kNotFound for an unknown ticket or another session's; kFailedPrecondition once it is being sealed.
+  // kNotFound for an unknown ticket or another session's; kFailedPrecondition once it is being
+  // sealed.
   absl::StatusOr<ReservationPin> PinReservation(SessionId session, Ticket ticket);
 
   // kInvalidArgument if layer or head is out of range.
   absl::Status CheckUnit(int layer, int head) const;
 
-  // --- control plane; lengths and ranges of what a client sent are checked by the caller (PoolService) ---
+  // --- control plane; lengths and ranges of what a client sent are checked by the caller
+  // (PoolService) ---
 
   // A session holds leases and reservations only between these two.
   void BeginSession(SessionId session);
   void EndSession(SessionId session, SessionEnd why);
 
-  // Longest prefix of `keys` of which every one of `shards` is sealed, leased to the session. Page-major.
-  // A repeated (request_id, list) answers from what is resident of the first answer and leases nothing, so
-  // that a late duplicate cannot take back what was released meanwhile. kResourceExhausted, leasing
-  // nothing, if the prefix would exceed the session's leases. kAborted if the session has ended.
+  // Longest prefix of `keys` of which every one of `shards` is sealed, leased to the session.
+  // Page-major. A repeated (request_id, list) answers from what is resident of the first answer and
+  // leases nothing, so that a late duplicate cannot take back what was released meanwhile.
+  // kResourceExhausted, leasing nothing, if the prefix would exceed the session's leases. kAborted
+  // if the session has ended.
   absl::StatusOr<std::vector<PageLocation>> Match(SessionId session, uint64_t request_id,
                                                   std::span<const PageKey> keys,
                                                   std::span<const uint32_t> shards);
 
-  // One outcome a page, in order; evicts unleased pages where there is no free slot. kAborted if the
-  // session has ended. REQUIRES: page_idx.size() == keys.size(), shard < num_shards.
+  // One outcome a page, in order; evicts unleased pages where there is no free slot. kAborted if
+  // the session has ended. REQUIRES: page_idx.size() == keys.size(), shard < num_shards.
   absl::StatusOr<ReserveOutcome> Reserve(SessionId session, std::span<const PageKey> keys,
                                          std::span<const uint32_t> page_idx, uint32_t shard);
 
-  // Summarises, publishes and leases the page of `ticket`; builds the records on the calling thread.
-  // Repeating it gives the same answer for as long as the page stays.
-  // kFailedPrecondition: units are missing, how many and which first; kInvalidArgument: NaN or Inf; after
-  // both the reservation is given back. kNotFound: unknown ticket, or another session's. kAborted: the
+  // Summarises, publishes and leases the page of `ticket`; builds the records on the calling
+  // thread. Repeating it gives the same answer for as long as the page stays. kFailedPrecondition:
+  // units are missing, how many and which first; kInvalidArgument: NaN or Inf; after both the
+  // reservation is given back. kNotFound: unknown ticket, or another session's. kAborted: the
   // session has ended.
   absl::StatusOr<SealOutcome> Seal(SessionId session, Ticket ticket);
 
-  // True for each location that is still there and now leased. kResourceExhausted, leasing nothing, if the
-  // session would exceed its leases. REQUIRES: slots in range.
-  absl::StatusOr<std::vector<bool>> Lease(SessionId session, std::span<const PageLocation> locations);
+  // True for each location that is still there and now leased. kResourceExhausted, leasing nothing,
+  // if the session would exceed its leases. REQUIRES: slots in range.
+  absl::StatusOr<std::vector<bool>> Lease(SessionId session,
+                                          std::span<const PageLocation> locations);
   // Ends the session's leases of those locations that are still there.
   absl::Status Release(SessionId session, std::span<const PageLocation> locations);
 
@@ -227,12 +232,16 @@ class Arena {
   };
 
   Arena(ArenaOptions options, std::unique_ptr<ArenaMemory> memory);
-  static uint32_t SlotOf(Ticket ticket) { return static_cast<uint32_t>(static_cast<uint64_t>(ticket)); }
+  static uint32_t SlotOf(Ticket ticket) {
+    return static_cast<uint32_t>(static_cast<uint64_t>(ticket));
+  }
   static absl::Status UnknownTicket();
-  void PublishSealed(uint32_t slot, const PageKey& key, uint64_t summary_checksum, uint64_t generation);
+  void PublishSealed(uint32_t slot, const PageKey& key, uint64_t summary_checksum,
+                     uint64_t generation);
 
   absl::Status CheckLiveLocked(SessionId session) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckRoomLocked(SessionId session, size_t more) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckRoomLocked(SessionId session, size_t more) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   void LeaseLocked(SessionId session, uint32_t slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -242,16 +251,20 @@ class Arena {
   bool LocateLocked(const PageKey& key, std::span<const uint32_t> shards,
                     std::vector<PageLocation>* out) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   // An earlier Match of the same id and list: pages of its answer.
-  std::optional<uint32_t> FindRecent(SessionId session, uint64_t request_id, uint64_t list_hash) const;
+  std::optional<uint32_t> FindRecent(SessionId session, uint64_t request_id,
+                                     uint64_t list_hash) const;
   void Remember(SessionId session, const RecentMatch& match);
   ReserveOutcome::Page ReserveOneLocked(SessionId session, const PageId& page, uint32_t page_idx,
-                                        std::string* full_reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+                                        std::string* full_reason)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::string FullReasonLocked() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
 
   // The reservation that `ticket` names if it is `session`'s and not over, else null.
-  Reservation* FindReservationLocked(SessionId session, Ticket ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Reservation* FindReservationLocked(SessionId session, Ticket ticket)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // True while the page that `ticket` was sealed into stays.
-  bool IsSealedTicketLocked(SessionId session, Ticket ticket) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  bool IsSealedTicketLocked(SessionId session, Ticket ticket) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   // Ends a reservation without sealing it: at once, or when its last pin drops or its seal ends.
   void EndReservationLocked(uint32_t slot, bool quarantine) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FreeIfIdleLocked(uint32_t slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -262,11 +275,12 @@ class Arena {
   struct SealStart {
     bool already_sealed = false;
     PageLocation location{};  // if already sealed
-    uint32_t shard = 0;     // otherwise
+    uint32_t shard = 0;       // otherwise
     uint32_t page_idx = 0;
   };
   absl::StatusOr<SealStart> BeginSeal(SessionId session, Ticket ticket);
-  absl::Status CheckCompleteLocked(const Reservation& reservation) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckCompleteLocked(const Reservation& reservation) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<SealOutcome> FinishSeal(SessionId session, uint32_t slot,
                                          const absl::StatusOr<uint64_t>& summary_checksum);
 

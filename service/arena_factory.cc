@@ -12,9 +12,8 @@
 
 namespace kvd {
 
-absl::StatusOr<std::vector<std::shared_ptr<Arena>>> MakeArenas(const locks_kvd::v1::DaemonConfig& config,
-                                                               const Incarnation& incarnation,
-                                                               const Clock* clock) {
+absl::StatusOr<std::vector<std::shared_ptr<Arena>>> MakeArenas(
+    const locks_kvd::v1::DaemonConfig& config, const Incarnation& incarnation, const Clock* clock) {
   std::vector<std::shared_ptr<Arena>> arenas;
   for (int i = 0; i < config.arenas_size(); ++i) {
     const auto& proto = config.arenas(i);
@@ -28,10 +27,12 @@ absl::StatusOr<std::vector<std::shared_ptr<Arena>>> MakeArenas(const locks_kvd::
     options.bytes = proto.bytes();
     options.encoder = ArenaEncoder(proto);
     if (options.encoder == Encoder::kE1S) {
-      const std::string problem = QueryMetric::Load(proto.query_metric_file(), options.geometry, &options.metric);
+      const std::string problem =
+          QueryMetric::Load(proto.query_metric_file(), options.geometry, &options.metric);
       if (!problem.empty()) {
-        return absl::FailedPreconditionError(absl::StrCat(
-            at, ".query_metric_file: ", problem, ": measure the metric for this model, or leave the field empty"));
+        return absl::FailedPreconditionError(
+            absl::StrCat(at, ".query_metric_file: ", problem,
+                         ": measure the metric for this model, or leave the field empty"));
       }
     }
     options.reservations_per_session = config.limits().reservations_per_session();

@@ -14,9 +14,8 @@ namespace kvd {
 
 // One arena for each of config.arenas, its query metric loaded. REQUIRES: `config` was checked.
 // Errors name the arena and, where there is one, the field.
-absl::StatusOr<std::vector<std::shared_ptr<Arena>>> MakeArenas(const locks_kvd::v1::DaemonConfig& config,
-                                                               const Incarnation& incarnation,
-                                                               const Clock* clock);
+absl::StatusOr<std::vector<std::shared_ptr<Arena>>> MakeArenas(
+    const locks_kvd::v1::DaemonConfig& config, const Incarnation& incarnation, const Clock* clock);
 
 }  // namespace kvd
 

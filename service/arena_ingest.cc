@@ -15,15 +15,17 @@ namespace kvd {
 namespace {
 
 constexpr size_t kPagesPerHold = 256;
-// A unit that is being copied when its page is sealed takes microseconds; a longer wait is a stuck writer.
+// A unit that is being copied when its page is sealed takes microseconds; a longer wait is a stuck
+// writer.
 constexpr absl::Duration kPinWait = absl::Seconds(5);
 
 Ticket MakeTicket(uint32_t serial, uint32_t slot) {
   return static_cast<Ticket>(uint64_t{serial} << 32 | slot);
 }
 
-// The header turns odd before any byte of the slot can change: whoever writes the slot next got it under
-// the arena's mutex after this. The fence orders the store before those writes for readers without a lock.
+// The header turns odd before any byte of the slot can change: whoever writes the slot next got it
+// under the arena's mutex after this. The fence orders the store before those writes for readers
+// without a lock.
 void PublishGone(PageHeader* header, uint64_t odd_generation) {
   header->generation.store(odd_generation, std::memory_order_seq_cst);
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -33,7 +35,8 @@ void PublishGone(PageHeader* header, uint64_t odd_generation) {
 
 absl::Status Arena::UnknownTicket() {
   return absl::NotFoundError(
-      "unknown ticket: it is another session's, was given up, or its page was evicted: reserve again");
+      "unknown ticket: it is another session's, was given up, or its page was evicted: reserve "
+      "again");
 }
 
 bool Arena::EvictOneLocked() {
@@ -51,14 +54,15 @@ bool Arena::EvictOneLocked() {
 
 std::string Arena::FullReasonLocked() const {
   return absl::StrFormat(
-      "arena %s/%s is full: of %u slots %u are leased, %u are being written, %u wait in quarantine and no "
+      "arena %s/%s is full: of %u slots %u are leased, %u are being written, %u wait in quarantine "
+      "and no "
       "page can be evicted yet: release pages, give the arena more bytes or use another daemon",
       options_.tenant, options_.model, pages_.num_slots() - 1, leases_.num_leased_slots(),
       pages_.count(SlotState::kReserved), pages_.count(SlotState::kQuarantined));
 }
 
-ReserveOutcome::Page Arena::ReserveOneLocked(SessionId session, const PageId& page, uint32_t page_idx,
-                                             std::string* full_reason) {
+ReserveOutcome::Page Arena::ReserveOneLocked(SessionId session, const PageId& page,
+                                             uint32_t page_idx, std::string* full_reason) {
   using State = ReserveOutcome::State;
   const std::optional<uint32_t> present = pages_.Find(page);
   if (present.has_value() && pages_.slot(*present).state == SlotState::kReserved) {
@@ -68,7 +72,8 @@ ReserveOutcome::Page Arena::ReserveOneLocked(SessionId session, const PageId& pa
   Session& s = sessions_.find(session)->second;
   if (is_new && s.reserved.size() >= options_.reservations_per_session) {
     *full_reason = absl::StrFormat(
-        "limits.reservations_per_session: %u pages are reserved and not sealed: seal them first or raise "
+        "limits.reservations_per_session: %u pages are reserved and not sealed: seal them first or "
+        "raise "
         "the limit",
         options_.reservations_per_session);
     return {};
@@ -107,7 +112,8 @@ absl::StatusOr<ReserveOutcome> Arena::Reserve(SessionId session, std::span<const
   for (size_t page = 0; page < keys.size() && !full;) {
     absl::MutexLock lock(&mutex_);
     KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
-    for (const size_t end = std::min(keys.size(), page + kPagesPerHold); page < end && !full; ++page) {
+    for (const size_t end = std::min(keys.size(), page + kPagesPerHold); page < end && !full;
+         ++page) {
       ReserveOutcome::Page& result = outcome.pages[page];
       result = ReserveOneLocked(session, {keys[page], shard}, page_idx[page], &outcome.full_reason);
       full = result.state == ReserveOutcome::State::kFull;
@@ -123,7 +129,8 @@ Arena::Reservation* Arena::FindReservationLocked(SessionId session, Ticket ticke
   const uint32_t slot = SlotOf(ticket);
   if (slot >= reservations_.size() || tickets_[slot].ticket != ticket) return nullptr;
   Reservation* reservation = reservations_[slot].get();
-  if (reservation == nullptr || reservation->over || reservation->session != session) return nullptr;
+  if (reservation == nullptr || reservation->over || reservation->session != session)
+    return nullptr;
   return reservation;
 }
 
@@ -161,7 +168,8 @@ absl::Status Arena::CheckCompleteLocked(const Reservation& reservation) const {
   while ((reservation.received[first / 64] >> (first % 64) & 1) != 0) ++first;
   const auto heads = static_cast<size_t>(slot_layout_.shard_heads);
   return absl::FailedPreconditionError(absl::StrFormat(
-      "%d of %d units are missing, the first is layer %d, head %d: the reservation is given back; reserve "
+      "%d of %d units are missing, the first is layer %d, head %d: the reservation is given back; "
+      "reserve "
       "again, send every unit, wait for its acknowledgement, then seal",
       num_units - reservation.num_received, num_units, first / heads, first % heads));
 }
@@ -200,9 +208,11 @@ absl::StatusOr<Arena::SealStart> Arena::BeginSeal(SessionId session, Ticket tick
     EndReservationLocked(slot, /*quarantine=*/false);
   }
   ++counters_.seals_refused;
-  if (ended) return absl::AbortedError("the session ended while its page was being sealed: attach again");
+  if (ended)
+    return absl::AbortedError("the session ended while its page was being sealed: attach again");
   return absl::FailedPreconditionError(
-      "a unit of the page was still being written after 5 s: the reservation is given back; reserve again");
+      "a unit of the page was still being written after 5 s: the reservation is given back; "
+      "reserve again");
 }
 
 absl::StatusOr<SealOutcome> Arena::FinishSeal(SessionId session, uint32_t slot,

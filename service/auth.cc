@@ -32,14 +32,17 @@ using UniqueBio = std::unique_ptr<BIO, Deleter<BIO_free_all>>;
 using UniqueX509 = std::unique_ptr<X509, Deleter<X509_free>>;
 using UniqueKey = std::unique_ptr<EVP_PKEY, Deleter<EVP_PKEY_free>>;
 
-absl::Status FileProblem(const std::string& file, absl::string_view expected, absl::string_view todo) {
+absl::Status FileProblem(const std::string& file, absl::string_view expected,
+                         absl::string_view todo) {
   ERR_clear_error();
-  return absl::FailedPreconditionError(absl::StrCat("control.tls: ", file, ": expected ", expected, ": ", todo));
+  return absl::FailedPreconditionError(
+      absl::StrCat("control.tls: ", file, ": expected ", expected, ": ", todo));
 }
 
 absl::StatusOr<UniqueX509> ReadCertificate(const std::string& file) {
   const UniqueBio bio(BIO_new_file(file.c_str(), "r"));
-  if (bio == nullptr) return FileProblem(file, "a readable file", "check the path and its permissions");
+  if (bio == nullptr)
+    return FileProblem(file, "a readable file", "check the path and its permissions");
   UniqueX509 certificate(PEM_read_bio_X509(bio.get(), nullptr, nullptr, nullptr));
   if (certificate == nullptr) return FileProblem(file, "a PEM certificate", "it holds none");
   return certificate;
@@ -89,33 +92,38 @@ absl::StatusOr<PeerIdentity> ParseIdentityUri(absl::string_view uri) {
     }
   }
   return absl::InvalidArgumentError(absl::StrCat(
-      "certificate SAN \"", uri, "\": expected locks-kvd://client/<tenant>, locks-kvd://admin or locks-kvd://daemon"));
+      "certificate SAN \"", uri,
+      "\": expected locks-kvd://client/<tenant>, locks-kvd://admin or locks-kvd://daemon"));
 }
 
 absl::StatusOr<PeerIdentity> IdentifyPeer(const grpc::ServerContextBase& context, bool tls) {
   if (!tls) {
-    return PeerIdentity{.authenticated = false, .loopback = IsLoopbackPeer(context.peer()), .tenant = ""};
+    return PeerIdentity{
+        .authenticated = false, .loopback = IsLoopbackPeer(context.peer()), .tenant = ""};
   }
   const auto auth = context.auth_context();
   if (auth == nullptr || !auth->IsPeerAuthenticated()) {
-    return absl::UnauthenticatedError("no client certificate: present one that chains to the daemon's CA");
+    return absl::UnauthenticatedError(
+        "no client certificate: present one that chains to the daemon's CA");
   }
   std::vector<std::string> uris;
   for (const grpc::string_ref& uri : auth->FindPropertyValues(GRPC_PEER_URI_PROPERTY_NAME)) {
     if (uri.starts_with(kScheme)) uris.emplace_back(uri.data(), uri.size());
   }
   if (uris.size() != 1) {
-    return absl::UnauthenticatedError(absl::StrCat(
-        "client certificate: expected exactly one URI SAN locks-kvd://client/<tenant>, locks-kvd://admin or "
-        "locks-kvd://daemon, got ",
-        uris.size(), ": issue a certificate with one"));
+    return absl::UnauthenticatedError(
+        absl::StrCat("client certificate: expected exactly one URI SAN "
+                     "locks-kvd://client/<tenant>, locks-kvd://admin or "
+                     "locks-kvd://daemon, got ",
+                     uris.size(), ": issue a certificate with one"));
   }
   const absl::StatusOr<PeerIdentity> identity = ParseIdentityUri(uris[0]);
   if (!identity.ok()) return absl::UnauthenticatedError(identity.status().message());
   return identity;
 }
 
-absl::StatusOr<std::string> ClientTenant(const PeerIdentity& peer, absl::string_view requested_tenant) {
+absl::StatusOr<std::string> ClientTenant(const PeerIdentity& peer,
+                                         absl::string_view requested_tenant) {
   if (!peer.authenticated) {
     if (!requested_tenant.empty()) return std::string(requested_tenant);
     return absl::InvalidArgumentError(
@@ -135,8 +143,9 @@ absl::StatusOr<std::string> ClientTenant(const PeerIdentity& peer, absl::string_
 absl::Status CheckAdmin(const PeerIdentity& peer) {
   if (peer.authenticated) {
     if (peer.role == Role::kAdmin) return absl::OkStatus();
-    return absl::PermissionDeniedError(absl::StrCat(
-        "role: expected admin, got ", RoleName(peer.role), ": use a certificate with the SAN locks-kvd://admin"));
+    return absl::PermissionDeniedError(
+        absl::StrCat("role: expected admin, got ", RoleName(peer.role),
+                     ": use a certificate with the SAN locks-kvd://admin"));
   }
   if (peer.loopback) return absl::OkStatus();
   return absl::PermissionDeniedError(
@@ -148,9 +157,11 @@ absl::StatusOr<std::vector<std::pair<std::string, absl::Time>>> CheckTlsFiles(
   KVD_ASSIGN_OR_RETURN(const UniqueX509 certificate, ReadCertificate(tls.certificate_file()));
   KVD_ASSIGN_OR_RETURN(const UniqueX509 ca, ReadCertificate(tls.ca_file()));
   const UniqueBio bio(BIO_new_file(tls.key_file().c_str(), "r"));
-  if (bio == nullptr) return FileProblem(tls.key_file(), "a readable file", "check the path and its permissions");
+  if (bio == nullptr)
+    return FileProblem(tls.key_file(), "a readable file", "check the path and its permissions");
   const UniqueKey key(PEM_read_bio_PrivateKey(bio.get(), nullptr, nullptr, nullptr));
-  if (key == nullptr) return FileProblem(tls.key_file(), "a PEM private key without passphrase", "it holds none");
+  if (key == nullptr)
+    return FileProblem(tls.key_file(), "a PEM private key without passphrase", "it holds none");
   if (X509_check_private_key(certificate.get(), key.get()) != 1) {
     return FileProblem(tls.key_file(), absl::StrCat("the key of ", tls.certificate_file()),
                        "it belongs to another certificate");
@@ -160,8 +171,9 @@ absl::StatusOr<std::vector<std::pair<std::string, absl::Time>>> CheckTlsFiles(
       {tls.ca_file(), ToTime(X509_get0_notAfter(ca.get()))}};
   for (const auto& [file, expiry] : expiries) {
     if (expiry <= now) {
-      return FileProblem(file, "a certificate that is still valid",
-                         absl::StrCat("it expired at ", absl::FormatTime(expiry, absl::UTCTimeZone())));
+      return FileProblem(
+          file, "a certificate that is still valid",
+          absl::StrCat("it expired at ", absl::FormatTime(expiry, absl::UTCTimeZone())));
     }
   }
   return expiries;

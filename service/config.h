@@ -1,8 +1,8 @@
-// The daemon's configuration: a file (protobuf text or JSON) and a few flags that override it, checked as a
-// whole before anything starts.
+// The daemon's configuration: a file (protobuf text or JSON) and a few flags that override it,
+// checked as a whole before anything starts.
 //
-// Unknown fields and flags are refused. Every problem is one line: field, expected, got, what to do.
-// Thread safety: pure functions.
+// Unknown fields and flags are refused. Every problem is one line: field, expected, got, what to
+// do. Thread safety: pure functions.
 
 #ifndef LOCKS_KVD_SERVICE_CONFIG_H_
 #define LOCKS_KVD_SERVICE_CONFIG_H_
@@ -28,15 +28,17 @@ struct CommandLine {
   std::vector<std::pair<std::string, std::string>> overrides;
 };
 
-// `args` without the program's name; "--flag=value" and "--flag value". kInvalidArgument names the flag.
+// `args` without the program's name; "--flag=value" and "--flag value". kInvalidArgument names the
+// flag.
 absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& args);
 // Every flag with its meaning and default, and examples.
 std::string HelpText();
 
-// Reads a configuration: JSON if the name ends in .json or the text begins with '{', else protobuf text.
-// kNotFound, kInvalidArgument with file, line and column.
+// Reads a configuration: JSON if the name ends in .json or the text begins with '{', else protobuf
+// text. kNotFound, kInvalidArgument with file, line and column.
 absl::StatusOr<locks_kvd::v1::DaemonConfig> ReadConfigFile(const std::string& path);
-absl::StatusOr<locks_kvd::v1::DaemonConfig> ParseConfig(absl::string_view text, absl::string_view name);
+absl::StatusOr<locks_kvd::v1::DaemonConfig> ParseConfig(absl::string_view text,
+                                                        absl::string_view name);
 
 // File, then flags, then defaults, then checks: what will be in force.
 absl::StatusOr<locks_kvd::v1::DaemonConfig> LoadConfig(const CommandLine& command_line);

@@ -1,11 +1,11 @@
 #include "service/data_plane.h"
 
+#include <sys/stat.h>
+
 #include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <utility>
-
-#include <sys/stat.h>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
@@ -27,9 +27,10 @@ std::string ReadHostId() {
 
 absl::Status PrepareDirectory(const std::string& directory) {
   if (mkdir(directory.c_str(), 0750) != 0 && errno != EEXIST) {
-    return absl::FailedPreconditionError(absl::StrFormat(
-        "data.socket_dir %s: cannot be made: %s: make it with mode 0750 or 0770 and the workers' group", directory,
-        std::strerror(errno)));
+    return absl::FailedPreconditionError(
+        absl::StrFormat("data.socket_dir %s: cannot be made: %s: make it with mode 0750 or 0770 "
+                        "and the workers' group",
+                        directory, std::strerror(errno)));
   }
   struct stat info = {};
   if (stat(directory.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
@@ -64,9 +65,9 @@ class DataPlane::Observer final : public FetchObserver {
   FetchCounters* const counters_;
 };
 
-absl::StatusOr<std::unique_ptr<DataPlane>> DataPlane::Make(const locks_kvd::v1::DaemonConfig& config,
-                                                           uint16_t control_port, const SessionTable* sessions,
-                                                           Metrics* metrics) {
+absl::StatusOr<std::unique_ptr<DataPlane>> DataPlane::Make(
+    const locks_kvd::v1::DaemonConfig& config, uint16_t control_port, const SessionTable* sessions,
+    Metrics* metrics) {
   std::unique_ptr<DataPlane> plane(new DataPlane());
   plane->host_id_ = ReadHostId();
   if (config.data().ucx()) KVD_RETURN_IF_ERROR(plane->StartUcx(config, sessions, metrics));
@@ -78,8 +79,8 @@ absl::StatusOr<std::unique_ptr<DataPlane>> DataPlane::Make(const locks_kvd::v1::
 
 DataPlane::~DataPlane() = default;
 
-absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config, const SessionTable* sessions,
-                                 Metrics* metrics) {
+absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config,
+                                 const SessionTable* sessions, Metrics* metrics) {
   UcxOptions options;
   options.devices = config.data().ucx_devices();
   const absl::StatusOr<Address> control = Address::Parse(config.control().address());
@@ -88,12 +89,14 @@ absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config, cons
   options.port_range = config.data().ucx_port_range();
   options.read_from_sender = true;
   absl::StatusOr<std::unique_ptr<UcxWorker>> worker = UcxWorker::Make(options);
-  if (!worker.ok()) return Annotate(worker.status(), "data.ucx (set it to false to serve without UCX)");
+  if (!worker.ok())
+    return Annotate(worker.status(), "data.ucx (set it to false to serve without UCX)");
   worker_ = *std::move(worker);
   observer_ = std::make_unique<Observer>(&metrics->fetch);
   fetch_ = std::make_unique<FetchServer>(
       worker_.get(), sessions,
-      FetchLimits{config.limits().units_per_fetch(), config.limits().fetch_bytes_in_flight_per_session()},
+      FetchLimits{config.limits().units_per_fetch(),
+                  config.limits().fetch_bytes_in_flight_per_session()},
       observer_.get());
   ingest_ = std::make_unique<IngestServer>(worker_.get(), sessions);
   worker_->AcceptPeers([sessions](const MessageHeader& header) {

@@ -22,10 +22,12 @@ namespace kvd {
 
 class DataPlane {
  public:
-  // Starts what the configuration asks for; what was asked for and is not there is an error. `control_port`
-  // names the socket, so that the daemons of a host can share a directory. `sessions` and `metrics` outlive it.
+  // Starts what the configuration asks for; what was asked for and is not there is an error.
+  // `control_port` names the socket, so that the daemons of a host can share a directory.
+  // `sessions` and `metrics` outlive it.
   static absl::StatusOr<std::unique_ptr<DataPlane>> Make(const locks_kvd::v1::DaemonConfig& config,
-                                                         uint16_t control_port, const SessionTable* sessions,
+                                                         uint16_t control_port,
+                                                         const SessionTable* sessions,
                                                          Metrics* metrics);
   ~DataPlane();
 
@@ -40,8 +42,10 @@ class DataPlane {
  private:
   class Observer;
   DataPlane() = default;
-  absl::Status StartUcx(const locks_kvd::v1::DaemonConfig& config, const SessionTable* sessions, Metrics* metrics);
-  absl::Status StartShared(const std::string& directory, uint16_t control_port, const SessionTable* sessions);
+  absl::Status StartUcx(const locks_kvd::v1::DaemonConfig& config, const SessionTable* sessions,
+                        Metrics* metrics);
+  absl::Status StartShared(const std::string& directory, uint16_t control_port,
+                           const SessionTable* sessions);
 
   std::string socket_path_;  // empty: no shared path
   std::string host_id_;

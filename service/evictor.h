@@ -1,9 +1,10 @@
 // Which sealed page that nobody leases goes next.
 //
-// Order: the oldest end of lease first; among equals the deepest page first, because a prefix without its
-// head is worthless while one without its tail is merely shorter. A page that a lost session leased is held
-// until the quarantine has passed (guarantee G4), whoever leases and releases it meanwhile.
-// Thread safety: compatible (Arena's mutex guards it). No I/O, no clock: times are arguments.
+// Order: the oldest end of lease first; among equals the deepest page first, because a prefix
+// without its head is worthless while one without its tail is merely shorter. A page that a lost
+// session leased is held until the quarantine has passed (guarantee G4), whoever leases and
+// releases it meanwhile. Thread safety: compatible (Arena's mutex guards it). No I/O, no clock:
+// times are arguments.
 
 #ifndef LOCKS_KVD_SERVICE_EVICTOR_H_
 #define LOCKS_KVD_SERVICE_EVICTOR_H_

@@ -1,7 +1,7 @@
 #include "service/health.h"
 
-#include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/ext/health_check_service_server_builder_option.h>
+#include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 
@@ -14,7 +14,8 @@
 namespace kvd {
 
 absl::StatusOr<std::unique_ptr<HealthServer>> HealthServer::Make(const std::string& address) {
-  // The switch is the process's: on for this server only, so that the control port has no health service.
+  // The switch is the process's: on for this server only, so that the control port has no health
+  // service.
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
   int port = 0;
@@ -22,7 +23,8 @@ absl::StatusOr<std::unique_ptr<HealthServer>> HealthServer::Make(const std::stri
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.SetMaxReceiveMessageSize(4096);
   builder.SetResourceQuota(grpc::ResourceQuota("health").SetMaxThreads(4).Resize(size_t{16} << 20));
-  // gRPC starts no server without a service of ours; this one answers UNIMPLEMENTED to all but health.
+  // gRPC starts no server without a service of ours; this one answers UNIMPLEMENTED to all but
+  // health.
   auto nothing_else = std::make_unique<grpc::CallbackGenericService>();
   builder.RegisterCallbackGenericService(nothing_else.get());
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
@@ -31,7 +33,8 @@ absl::StatusOr<std::unique_ptr<HealthServer>> HealthServer::Make(const std::stri
     return absl::UnavailableError(
         absl::StrCat("health_address ", address, ": cannot listen: is the port taken?"));
   }
-  auto health = std::unique_ptr<HealthServer>(new HealthServer(std::move(nothing_else), std::move(server), static_cast<uint16_t>(port)));
+  auto health = std::unique_ptr<HealthServer>(
+      new HealthServer(std::move(nothing_else), std::move(server), static_cast<uint16_t>(port)));
   health->SetStarted(false);
   health->SetLive(false);
   health->SetReady(false);

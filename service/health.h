@@ -1,8 +1,7 @@
 // grpc.health.v1 on a plaintext port of its own, for supervisors that cannot speak mTLS.
 //
-// Named services: "startup" (the daemon came up), "live" (its loops tick), "ready" (it takes new work); ""
-// answers as "ready". Nothing else is served there.
-// Thread safety: safe.
+// Named services: "startup" (the daemon came up), "live" (its loops tick), "ready" (it takes new
+// work); "" answers as "ready". Nothing else is served there. Thread safety: safe.
 
 #ifndef LOCKS_KVD_SERVICE_HEALTH_H_
 #define LOCKS_KVD_SERVICE_HEALTH_H_
@@ -16,13 +15,14 @@
 namespace grpc {
 class CallbackGenericService;
 class Server;
-}
+}  // namespace grpc
 
 namespace kvd {
 
 class HealthServer {
  public:
-  // Listens; everything is NOT_SERVING until it is set. kUnavailable if the address cannot be listened on.
+  // Listens; everything is NOT_SERVING until it is set. kUnavailable if the address cannot be
+  // listened on.
   static absl::StatusOr<std::unique_ptr<HealthServer>> Make(const std::string& address);
   ~HealthServer();
 

@@ -29,7 +29,8 @@ std::vector<uint32_t> LeaseTable::End(SessionId session) {
   if (it == sessions_.end()) return held;
   for (size_t word = 0; word < it->second.bits.size(); ++word) {
     for (uint64_t rest = it->second.bits[word]; rest != 0; rest &= rest - 1) {
-      const auto slot = static_cast<uint32_t>(word * 64 + static_cast<size_t>(std::countr_zero(rest)));
+      const auto slot =
+          static_cast<uint32_t>(word * 64 + static_cast<size_t>(std::countr_zero(rest)));
       --num_leases_;
       if (--holders_[slot] == 0) --num_leased_slots_;
       held.push_back(slot);

@@ -1,11 +1,11 @@
 // Which session holds which slot. A leased page is neither evicted nor reused (guarantee G2).
 //
-// Leases are a set of (session, slot): leasing twice is one lease, and one release ends it. A lease names no
-// generation, because a leased slot cannot change; whoever leases has checked the generation under the same
-// lock. A session holds leases only between Begin and End, so that a call that was under way when its
-// session ended cannot leave a lease behind.
-// Reservations count against the same cap, since each becomes a lease when its page is sealed.
-// Thread safety: compatible (Arena's mutex guards it). No I/O, no clock.
+// Leases are a set of (session, slot): leasing twice is one lease, and one release ends it. A lease
+// names no generation, because a leased slot cannot change; whoever leases has checked the
+// generation under the same lock. A session holds leases only between Begin and End, so that a call
+// that was under way when its session ended cannot leave a lease behind. Reservations count against
+// the same cap, since each becomes a lease when its page is sealed. Thread safety: compatible
+// (Arena's mutex guards it). No I/O, no clock.
 
 #ifndef LOCKS_KVD_SERVICE_LEASE_TABLE_H_
 #define LOCKS_KVD_SERVICE_LEASE_TABLE_H_
@@ -34,7 +34,8 @@ class LeaseTable {
   Released Release(SessionId session, uint32_t slot);
 
   bool Holds(SessionId session, uint32_t slot) const;
-  // The leases of one session as a bit per slot, or null if it is not live. Valid until the next change.
+  // The leases of one session as a bit per slot, or null if it is not live. Valid until the next
+  // change.
   const std::vector<uint64_t>* Bits(SessionId session) const;
   uint32_t holders(uint32_t slot) const { return holders_[slot]; }
   // Leases of one session; 0 if it is not live.

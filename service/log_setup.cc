@@ -36,7 +36,8 @@ absl::string_view TakeWord(absl::string_view* line) {
   bool quoted = false;
   for (; end < line->size() && (quoted || (*line)[end] != ' '); ++end) {
     if ((*line)[end] == '\\') ++end;
-    if (end < line->size() && (*line)[end] == '"' && (end == 0 || (*line)[end - 1] != '\\')) quoted = !quoted;
+    if (end < line->size() && (*line)[end] == '"' && (end == 0 || (*line)[end - 1] != '\\'))
+      quoted = !quoted;
   }
   end = std::min(end, line->size());
   const absl::string_view word = line->substr(0, end);
@@ -46,7 +47,8 @@ absl::string_view TakeWord(absl::string_view* line) {
 
 class FieldsFlag final : public spdlog::custom_flag_formatter {
  public:
-  void format(const spdlog::details::log_msg& message, const std::tm&, spdlog::memory_buf_t& out) override {
+  void format(const spdlog::details::log_msg& message, const std::tm&,
+              spdlog::memory_buf_t& out) override {
     const std::string fields = LogFieldsJson({message.payload.data(), message.payload.size()});
     out.append(fields.data(), fields.data() + fields.size());
   }
@@ -79,12 +81,14 @@ std::string LogFieldsJson(absl::string_view line) {
 }
 
 void SetUpLogging(const locks_kvd::v1::LogConfig& config) {
-  const bool text = config.format() == "text" || (config.format().empty() && isatty(STDERR_FILENO) == 1);
+  const bool text =
+      config.format() == "text" || (config.format().empty() && isatty(STDERR_FILENO) == 1);
   auto formatter = std::make_unique<spdlog::pattern_formatter>(spdlog::pattern_time_type::utc);
   formatter->add_flag<FieldsFlag>('Q');
   formatter->set_pattern(text ? "%Y-%m-%dT%H:%M:%S.%eZ %l %v"
                               : "{\"time\":\"%Y-%m-%dT%H:%M:%S.%eZ\",\"level\":\"%l\",%Q}");
-  auto logger = std::make_shared<spdlog::logger>("locks-kvd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+  auto logger = std::make_shared<spdlog::logger>("locks-kvd",
+                                                 std::make_shared<spdlog::sinks::stderr_sink_mt>());
   logger->set_formatter(std::move(formatter));
   logger->set_level(spdlog::level::from_str(config.level()));
   logger->flush_on(spdlog::level::info);

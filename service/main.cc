@@ -1,6 +1,6 @@
 // locks-kvd: the pool daemon. Reads flags and the configuration, serves until it is told to stop.
-// SIGTERM or SIGINT drains; a second one ends at once. Exit codes: 0 ended in order, 1 failed, 2 wrong flags or
-// configuration.
+// SIGTERM or SIGINT drains; a second one ends at once. Exit codes: 0 ended in order, 1 failed, 2
+// wrong flags or configuration.
 
 #include <pthread.h>
 #include <signal.h>
@@ -95,7 +95,8 @@ int Serve(const locks_kvd::v1::DaemonConfig& config) {
   signal(SIGPIPE, SIG_IGN);
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config);
   if (!server.ok()) {
-    spdlog::error("start_failed code={} problem={}", absl::StatusCodeToString(server.status().code()),
+    spdlog::error("start_failed code={} problem={}",
+                  absl::StatusCodeToString(server.status().code()),
                   LogQuote(server.status().message()));
     return kExitFailed;
   }
@@ -133,4 +134,6 @@ int Main(const std::vector<std::string>& args) {
 }  // namespace
 }  // namespace kvd
 
-int main(int argc, char** argv) { return kvd::Main(std::vector<std::string>(argv + 1, argv + argc)); }
+int main(int argc, char** argv) {
+  return kvd::Main(std::vector<std::string>(argv + 1, argv + argc));
+}

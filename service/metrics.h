@@ -1,8 +1,8 @@
-// Figures of the daemon: counters that the data and control planes add to, and the Prometheus endpoint that
-// folds them when it is asked.
+// Figures of the daemon: counters that the data and control planes add to, and the Prometheus
+// endpoint that folds them when it is asked.
 //
-// Why our own counters: prometheus-cpp's Histogram::Observe takes a mutex. Here an event is a few relaxed
-// additions (one to a bucket, one to a sum), and everything else happens at scrape time.
+// Why our own counters: prometheus-cpp's Histogram::Observe takes a mutex. Here an event is a few
+// relaxed additions (one to a bucket, one to a sum), and everything else happens at scrape time.
 // Names, labels and units: deploy/docs/metrics.md. Labels are bounded: no page keys, no sessions.
 // Thread safety: safe.
 
@@ -16,11 +16,13 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "proto/wire.h"
+#include "service/arena.h"
 
 namespace kvd {
 
@@ -47,7 +49,7 @@ class Gauge {
 
 // Upper bounds in seconds, the same for every latency.
 inline constexpr std::array<double, 23> kLatencyBounds = {
-    1e-6, 2e-6,   3e-6, 5e-6, 7.5e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4,
+    1e-6,   2e-6, 3e-6, 5e-6, 7.5e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4,
     1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3,   2e-3, 5e-3,   1e-2, 5e-2, 0.1,  1};
 
 class LatencyHistogram {
@@ -71,7 +73,13 @@ constexpr FetchSize FetchSizeOf(uint64_t bytes) {
 }
 
 // Why something stale was refused.
-enum StaleReason { kStaleGeneration, kStaleIncarnation, kStaleLayout, kStaleTenant, kNumStaleReasons };
+enum StaleReason {
+  kStaleGeneration,
+  kStaleIncarnation,
+  kStaleLayout,
+  kStaleTenant,
+  kNumStaleReasons
+};
 
 inline constexpr size_t kNumWireStatuses = static_cast<size_t>(WireStatus::kLate) + 1;
 
@@ -86,8 +94,20 @@ struct FetchCounters {
 };
 
 // Methods of the control plane, in the order of kRpcNames.
-enum class Rpc { kAttach, kSession, kDetach, kMatch, kReserve, kSeal, kLease, kRelease, kStats, kDrain,
-                 kConfig, kCount };
+enum class Rpc {
+  kAttach,
+  kSession,
+  kDetach,
+  kMatch,
+  kReserve,
+  kSeal,
+  kLease,
+  kRelease,
+  kStats,
+  kDrain,
+  kConfig,
+  kCount
+};
 inline constexpr size_t kNumRpcs = static_cast<size_t>(Rpc::kCount);
 inline constexpr size_t kNumCodes = 17;  // canonical codes
 // Why a caller was turned away.
@@ -113,30 +133,10 @@ struct MetricsSnapshot {
   struct ArenaFigures {
     std::string tenant;
     std::string model;
-    uint64_t capacity_page_bytes = 0;
-    uint64_t capacity_summary_bytes = 0;
-    uint64_t used_page_bytes = 0;
-    uint64_t used_summary_bytes = 0;
-    uint64_t leased_bytes = 0;
-    uint64_t slots_free = 0;
-    uint64_t slots_reserved = 0;
-    uint64_t slots_sealed = 0;
-    uint64_t slots_quarantined = 0;
-    uint64_t leases = 0;
-    uint64_t match_hits = 0;
-    uint64_t match_misses = 0;
-    uint64_t reserved_new = 0;
-    uint64_t reserved_hit = 0;
-    uint64_t reserved_refused = 0;
-    uint64_t reserved_expired = 0;
-    uint64_t sealed = 0;
-    uint64_t seals_refused = 0;
-    uint64_t sealed_never_matched = 0;
-    uint64_t evicted = 0;
-    uint64_t evictions_refused = 0;
-    uint64_t leases_lost = 0;
-    uint64_t leases_released = 0;
-    uint64_t quarantined_slots = 0;
+    uint64_t num_slots = 0;      // the canary's not counted
+    uint64_t slot_bytes = 0;     // units of one slot
+    uint64_t summary_bytes = 0;  // records of one slot
+    ArenaStats stats;
   };
   std::vector<ArenaFigures> arenas;
   uint64_t sessions = 0;
@@ -163,12 +163,11 @@ struct MetricsIdentity {
 // Serves /metrics.
 class MetricsServer {
  public:
-  // `snapshot` is called on the server's threads and must be safe; `metrics` and it outlive the server.
-  // kUnavailable if the address cannot be listened on.
-  static absl::StatusOr<std::unique_ptr<MetricsServer>> Make(const std::string& address,
-                                                             const Metrics* metrics,
-                                                             MetricsIdentity identity,
-                                                             std::function<MetricsSnapshot()> snapshot);
+  // `snapshot` is called on the server's threads and must be safe; `metrics` and it outlive the
+  // server. kUnavailable if the address cannot be listened on.
+  static absl::StatusOr<std::unique_ptr<MetricsServer>> Make(
+      const std::string& address, const Metrics* metrics, MetricsIdentity identity,
+      std::function<MetricsSnapshot()> snapshot);
   ~MetricsServer();
 
   uint16_t port() const;

@@ -1,10 +1,11 @@
 // Which page is in which slot: the daemon's private truth about an arena's slots.
 //
-// States of a slot: free -> reserved -> sealed -> free, and reserved -> quarantined -> free for a writer that
-// was lost. The generation is 1 when carved, +1 at a seal, +1 at an eviction, and never goes back: it is even
-// only while the slot is sealed. A slot that is reserved again keeps its odd generation.
-// Slot 0 is the canary's: sealed with generation 2 from the start, under no key, never given to a page.
-// Thread safety: compatible (Arena's mutex guards it). No I/O, no clock: times are arguments.
+// States of a slot: free -> reserved -> sealed -> free, and reserved -> quarantined -> free for a
+// writer that was lost. The generation is 1 when carved, +1 at a seal, +1 at an eviction, and never
+// goes back: it is even only while the slot is sealed. A slot that is reserved again keeps its odd
+// generation. Slot 0 is the canary's: sealed with generation 2 from the start, under no key, never
+// given to a page. Thread safety: compatible (Arena's mutex guards it). No I/O, no clock: times are
+// arguments.
 
 #ifndef LOCKS_KVD_SERVICE_PAGE_TABLE_H_
 #define LOCKS_KVD_SERVICE_PAGE_TABLE_H_
@@ -49,10 +50,10 @@ class PageTable {
  public:
   struct Slot {
     SlotState state = SlotState::kFree;
-    bool matched = false;       // sealed: was found by a lookup since it was sealed
-    uint32_t page_idx = 0;      // reserved, sealed: place of the page in its sequence
+    bool matched = false;   // sealed: was found by a lookup since it was sealed
+    uint32_t page_idx = 0;  // reserved, sealed: place of the page in its sequence
     uint64_t generation = 1;
-    PageId page;                // reserved, sealed
+    PageId page;  // reserved, sealed
   };
 
   // REQUIRES: num_slots >= 2 (one is the canary's).
@@ -69,8 +70,8 @@ class PageTable {
   std::optional<uint32_t> Reserve(const PageId& page, uint32_t page_idx);
   // Reserved -> sealed. Returns the new (even) generation; the caller publishes it after this.
   uint64_t Seal(uint32_t slot);
-  // Sealed -> free. Returns the new (odd) generation, which the caller publishes before anything can be
-  // written to the slot. REQUIRES: nobody leases the slot.
+  // Sealed -> free. Returns the new (odd) generation, which the caller publishes before anything
+  // can be written to the slot. REQUIRES: nobody leases the slot.
   uint64_t Evict(uint32_t slot);
   // Reserved -> free: a refused seal or a writer that left in order.
   void Free(uint32_t slot);
@@ -86,7 +87,7 @@ class PageTable {
 
   std::vector<Slot> slots_;
   absl::flat_hash_map<PageId, uint32_t> slot_by_page_;
-  std::vector<uint32_t> free_;  // used from the back
+  std::vector<uint32_t> free_;                                   // used from the back
   std::deque<std::pair<absl::Duration, uint32_t>> quarantined_;  // by time: the wait is constant
   uint32_t counts_[4] = {};
 };

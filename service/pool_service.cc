@@ -1,6 +1,5 @@
 #include "service/pool_service.h"
 
-#include <set>
 #include <span>
 #include <utility>
 
@@ -12,6 +11,7 @@
 #include "proto/status.h"
 #include "service/config.h"
 #include "service/log_setup.h"
+#include "service/request_check.h"
 #include "spdlog/spdlog.h"
 
 namespace kvd {
@@ -19,91 +19,11 @@ namespace {
 
 namespace v1 = locks_kvd::v1;
 
-// Slots of one answer of Match: keeps it under the 4 MiB that a client receives by default.
-constexpr size_t kMaxMatchSlots = 524288;
 constexpr size_t kMaxClientName = 256;
 
 std::string Hex(absl::string_view bytes) { return absl::BytesToHexString(bytes); }
 std::string Hex(const Fingerprint& f) {
   return Hex(absl::string_view(reinterpret_cast<const char*>(f.data()), f.size()));
-}
-
-absl::Status CheckCount(absl::string_view what, size_t count) {
-  if (count <= static_cast<size_t>(kMaxKeysPerCall)) return absl::OkStatus();
-  return absl::ResourceExhaustedError(
-      absl::StrFormat("%s: expected at most %d in a call, got %d: split the call", what, kMaxKeysPerCall, count));
-}
-
-// The keys of a page list, as a view of the message.
-absl::StatusOr<std::span<const PageKey>> ParseKeys(const v1::PageList& pages) {
-  const size_t key_bytes = sizeof(PageKey);
-  if (pages.keys().size() % key_bytes != 0) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "pages.keys: expected a multiple of 16 bytes, got %d: a key is 16 bytes", pages.keys().size()));
-  }
-  const size_t count = pages.keys().size() / key_bytes;
-  KVD_RETURN_IF_ERROR(CheckCount("pages.keys", count));
-  if (static_cast<size_t>(pages.page_idx_size()) != count) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "pages.page_idx: expected one for each of %d keys, got %d", count, pages.page_idx_size()));
-  }
-  for (int i = 0; i < pages.page_idx_size(); ++i) {
-    if (pages.page_idx(i) >= static_cast<uint32_t>(kMaxPages)) {
-      return absl::InvalidArgumentError(absl::StrFormat("pages.page_idx[%d]: expected below %d, got %u", i,
-                                                        kMaxPages, pages.page_idx(i)));
-    }
-  }
-  static_assert(alignof(PageKey) == 1);
-  return std::span(reinterpret_cast<const PageKey*>(pages.keys().data()), count);
-}
-
-absl::Status CheckShard(const Arena& arena, uint32_t shard) {
-  if (shard < static_cast<uint32_t>(arena.geometry().num_shards)) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrFormat("shard: expected below %d, got %u: the model has %d shards",
-                                                    arena.geometry().num_shards, shard,
-                                                    arena.geometry().num_shards));
-}
-
-absl::Status CheckShards(const Arena& arena, const v1::MatchRequest& request, size_t num_keys) {
-  if (request.shards().empty()) {
-    return absl::InvalidArgumentError("shards: expected at least one, got none: name those that the rank reads");
-  }
-  std::set<uint32_t> distinct;
-  for (const uint32_t shard : request.shards()) {
-    KVD_RETURN_IF_ERROR(CheckShard(arena, shard));
-    if (!distinct.insert(shard).second) {
-      return absl::InvalidArgumentError(absl::StrFormat("shards: %u is named twice", shard));
-    }
-  }
-  if (num_keys * distinct.size() <= kMaxMatchSlots) return absl::OkStatus();
-  return absl::ResourceExhaustedError(
-      absl::StrFormat("pages times shards: expected at most %d in a call, got %d: split the call",
-                      kMaxMatchSlots, num_keys * distinct.size()));
-}
-
-template <typename Request>
-absl::StatusOr<std::vector<PageLocation>> ParseLocations(const Arena& arena, const Request& request) {
-  KVD_RETURN_IF_ERROR(CheckCount("slots", static_cast<size_t>(request.slots_size())));
-  if (request.slots_size() != request.generations_size()) {
-    return absl::InvalidArgumentError(absl::StrFormat("generations: expected one for each of %d slots, got %d",
-                                                      request.slots_size(), request.generations_size()));
-  }
-  std::vector<PageLocation> locations;
-  locations.reserve(static_cast<size_t>(request.slots_size()));
-  for (int i = 0; i < request.slots_size(); ++i) {
-    const PageLocation location = {request.slots(i), request.generations(i)};
-    if (location.slot >= arena.memory().shape().num_slots) {
-      return absl::InvalidArgumentError(absl::StrFormat("slots[%d]: expected below %u, got %u", i,
-                                                        arena.memory().shape().num_slots, location.slot));
-    }
-    if (location.generation % 2 != 0 || location.generation == 0) {
-      return absl::InvalidArgumentError(absl::StrFormat(
-          "generations[%d]: expected an even number above 0, got %u: only sealed pages have leases", i,
-          location.generation));
-    }
-    locations.push_back(location);
-  }
-  return locations;
 }
 
 v1::ReserveReply::State ToProto(ReserveOutcome::State state) {
@@ -122,7 +42,8 @@ v1::ReserveReply::State ToProto(ReserveOutcome::State state) {
 
 void CountRefusal(const absl::Status& status, Metrics* metrics) {
   if (status.code() == absl::StatusCode::kInvalidArgument) metrics->malformed_calls.Add();
-  if (status.code() == absl::StatusCode::kUnauthenticated) metrics->auth_failures[kAuthNoIdentity].Add();
+  if (status.code() == absl::StatusCode::kUnauthenticated)
+    metrics->auth_failures[kAuthNoIdentity].Add();
 }
 
 void FillArenaInfo(const Arena& arena, v1::ArenaInfo* info) {
@@ -195,7 +116,8 @@ grpc::Status PoolService::Serve(Rpc rpc, const grpc::ServerContext& context,
 
 absl::Status PoolService::CheckNotDraining() const {
   if (!draining()) return absl::OkStatus();
-  return absl::UnavailableError("the daemon is draining and takes no new sessions or pages: use another daemon");
+  return absl::UnavailableError(
+      "the daemon is draining and takes no new sessions or pages: use another daemon");
 }
 
 absl::StatusOr<SessionHandle> PoolService::FindSession(const PeerIdentity& peer,
@@ -225,31 +147,38 @@ absl::StatusOr<std::shared_ptr<Arena>> PoolService::FindArena(const std::string&
     others.push_back(arena->model());
   }
   return absl::FailedPreconditionError(absl::StrFormat(
-      "model %s: this daemon has no such arena for tenant %s; it has %s: add the arena to the daemon's "
+      "model %s: this daemon has no such arena for tenant %s; it has %s: add the arena to the "
+      "daemon's "
       "configuration or ask for one of these",
       LogQuote(model), LogQuote(tenant), others.empty() ? "none" : absl::StrJoin(others, ", ")));
 }
 
-absl::Status PoolService::CheckFingerprints(const Arena& arena, const v1::AttachRequest& request) const {
+absl::Status PoolService::CheckFingerprints(const Arena& arena,
+                                            const v1::AttachRequest& request) const {
   const uint64_t layout = LayoutFingerprint(arena.geometry());
   if (request.layout_fingerprint() != layout) {
     options_.metrics->stale_rejects[kStaleLayout].Add();
     return absl::FailedPreconditionError(absl::StrFormat(
-        "layout_fingerprint of arena %s/%s: expected %016x, got %016x: client and daemon differ in geometry "
+        "layout_fingerprint of arena %s/%s: expected %016x, got %016x: client and daemon differ in "
+        "geometry "
         "or layout version: compare the client's geometry with arenas.geometry in the daemon's "
         "configuration, and the two software versions (daemon %s, layout %d)",
-        arena.tenant(), arena.model(), layout, request.layout_fingerprint(), options_.version, kLayoutVersion));
+        arena.tenant(), arena.model(), layout, request.layout_fingerprint(), options_.version,
+        kLayoutVersion));
   }
   const Fingerprint& model = arena.options().model_fingerprint;
   if (request.model_fingerprint().size() != model.size()) {
-    return absl::InvalidArgumentError(absl::StrFormat("model_fingerprint: expected %d bytes, got %d", model.size(),
-                                                      request.model_fingerprint().size()));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("model_fingerprint: expected %d bytes, got %d", model.size(),
+                        request.model_fingerprint().size()));
   }
   if (std::memcmp(request.model_fingerprint().data(), model.data(), model.size()) != 0) {
     options_.metrics->stale_rejects[kStaleLayout].Add();
     return absl::FailedPreconditionError(absl::StrFormat(
-        "model_fingerprint of arena %s/%s: expected %s, got %s: the geometry is the same but weights or RoPE "
-        "differ: set arenas.identity in the daemon's configuration and the client's model identity alike",
+        "model_fingerprint of arena %s/%s: expected %s, got %s: the geometry is the same but "
+        "weights or RoPE "
+        "differ: set arenas.identity in the daemon's configuration and the client's model identity "
+        "alike",
         arena.tenant(), arena.model(), Hex(model), Hex(request.model_fingerprint())));
   }
   return absl::OkStatus();
@@ -268,8 +197,9 @@ grpc::Status PoolService::Attach(grpc::ServerContext* context, const v1::AttachR
           options_.version, kProtocolVersion, request->protocol_min(), request->protocol_max()));
     }
     if (request->client_name().size() > kMaxClientName) {
-      return absl::InvalidArgumentError(absl::StrFormat("client_name: expected at most %d bytes, got %d",
-                                                        kMaxClientName, request->client_name().size()));
+      return absl::InvalidArgumentError(
+          absl::StrFormat("client_name: expected at most %d bytes, got %d", kMaxClientName,
+                          request->client_name().size()));
     }
     const absl::StatusOr<std::string> tenant = ClientTenant(peer, request->tenant());
     if (!tenant.ok()) {
@@ -280,7 +210,8 @@ grpc::Status PoolService::Attach(grpc::ServerContext* context, const v1::AttachR
     }
     KVD_ASSIGN_OR_RETURN(const std::shared_ptr<Arena> arena, FindArena(*tenant, request->model()));
     KVD_RETURN_IF_ERROR(CheckFingerprints(*arena, *request));
-    const absl::StatusOr<AttachedSession> session = options_.sessions->Attach(arena, request->client_name());
+    const absl::StatusOr<AttachedSession> session =
+        options_.sessions->Attach(arena, request->client_name());
     if (!session.ok()) {
       options_.metrics->limit_rejects[kLimitSessions].Add();
       return session.status();
@@ -290,7 +221,8 @@ grpc::Status PoolService::Attach(grpc::ServerContext* context, const v1::AttachR
     reply->mutable_session()->set_token(session->token.data(), session->token.size());
     reply->mutable_session()->set_incarnation(incarnation.data(), incarnation.size());
     reply->set_heartbeat_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(options_.heartbeat)));
-    reply->set_session_ttl_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(options_.sessions->ttl())));
+    reply->set_session_ttl_ms(
+        static_cast<uint32_t>(absl::ToInt64Milliseconds(options_.sessions->ttl())));
     FillArenaInfo(*arena, reply->mutable_arena());
     if (offers_.shared.has_value()) *reply->mutable_shared() = *offers_.shared;
     if (offers_.ucx.has_value()) *reply->mutable_ucx() = *offers_.ucx;
@@ -323,11 +255,12 @@ grpc::Status PoolService::Match(grpc::ServerContext* context, const v1::MatchReq
   return Serve(Rpc::kMatch, *context, [&](const PeerIdentity& peer) -> absl::Status {
     KVD_ASSIGN_OR_RETURN(const SessionHandle session, FindSession(peer, request->session()));
     KVD_ASSIGN_OR_RETURN(const std::span<const PageKey> keys, ParseKeys(request->pages()));
-    KVD_RETURN_IF_ERROR(CheckShards(*session.arena, *request, keys.size()));
+    KVD_RETURN_IF_ERROR(CheckShards(*session.arena, request->shards(), keys.size()));
     const std::vector<uint32_t> shards(request->shards().begin(), request->shards().end());
     const auto found = session.arena->Match(session.id, request->request_id(), keys, shards);
     if (!found.ok()) {
-      if (absl::IsResourceExhausted(found.status())) options_.metrics->limit_rejects[kLimitLeases].Add();
+      if (absl::IsResourceExhausted(found.status()))
+        options_.metrics->limit_rejects[kLimitLeases].Add();
       return found.status();
     }
     reply->set_num_pages(static_cast<uint32_t>(found->size() / shards.size()));
@@ -347,7 +280,8 @@ grpc::Status PoolService::Reserve(grpc::ServerContext* context, const v1::Reserv
     KVD_RETURN_IF_ERROR(CheckNotDraining());
     KVD_ASSIGN_OR_RETURN(const std::span<const PageKey> keys, ParseKeys(request->pages()));
     KVD_RETURN_IF_ERROR(CheckShard(*session.arena, request->shard()));
-    const std::vector<uint32_t> page_idx(request->pages().page_idx().begin(), request->pages().page_idx().end());
+    const std::vector<uint32_t> page_idx(request->pages().page_idx().begin(),
+                                         request->pages().page_idx().end());
     KVD_ASSIGN_OR_RETURN(const ReserveOutcome outcome,
                          session.arena->Reserve(session.id, keys, page_idx, request->shard()));
     for (const ReserveOutcome::Page& page : outcome.pages) {
@@ -370,10 +304,12 @@ grpc::Status PoolService::Seal(grpc::ServerContext* context, const v1::SealReque
     const auto count = static_cast<size_t>(request->tickets_size());
     KVD_RETURN_IF_ERROR(CheckCount("tickets", count));
     std::vector<absl::StatusOr<SealOutcome>> outcomes(
-        count, absl::DeadlineExceededError("not begun before the call ended: the ticket stays, seal it again"));
+        count, absl::DeadlineExceededError(
+                   "not begun before the call ended: the ticket stays, seal it again"));
     options_.sealer->Run(count, [&](size_t i) {
       if (context->IsCancelled()) return;
-      outcomes[i] = session.arena->Seal(session.id, static_cast<Ticket>(request->tickets(static_cast<int>(i))));
+      outcomes[i] = session.arena->Seal(session.id,
+                                        static_cast<Ticket>(request->tickets(static_cast<int>(i))));
     });
     for (const absl::StatusOr<SealOutcome>& outcome : outcomes) {
       v1::SealReply::Result* result = reply->add_results();
@@ -397,10 +333,12 @@ grpc::Status PoolService::Lease(grpc::ServerContext* context, const v1::LeaseReq
                                 v1::LeaseReply* reply) {
   return Serve(Rpc::kLease, *context, [&](const PeerIdentity& peer) -> absl::Status {
     KVD_ASSIGN_OR_RETURN(const SessionHandle session, FindSession(peer, request->session()));
-    KVD_ASSIGN_OR_RETURN(const std::vector<PageLocation> locations, ParseLocations(*session.arena, *request));
+    KVD_ASSIGN_OR_RETURN(const std::vector<PageLocation> locations,
+                         ParseLocations(*session.arena, request->slots(), request->generations()));
     const absl::StatusOr<std::vector<bool>> leased = session.arena->Lease(session.id, locations);
     if (!leased.ok()) {
-      if (absl::IsResourceExhausted(leased.status())) options_.metrics->limit_rejects[kLimitLeases].Add();
+      if (absl::IsResourceExhausted(leased.status()))
+        options_.metrics->limit_rejects[kLimitLeases].Add();
       return leased.status();
     }
     for (const bool each : *leased) reply->add_leased(each);
@@ -412,12 +350,14 @@ grpc::Status PoolService::Release(grpc::ServerContext* context, const v1::Releas
                                   v1::ReleaseReply*) {
   return Serve(Rpc::kRelease, *context, [&](const PeerIdentity& peer) -> absl::Status {
     KVD_ASSIGN_OR_RETURN(const SessionHandle session, FindSession(peer, request->session()));
-    KVD_ASSIGN_OR_RETURN(const std::vector<PageLocation> locations, ParseLocations(*session.arena, *request));
+    KVD_ASSIGN_OR_RETURN(const std::vector<PageLocation> locations,
+                         ParseLocations(*session.arena, request->slots(), request->generations()));
     return session.arena->Release(session.id, locations);
   });
 }
 
-grpc::Status PoolService::Stats(grpc::ServerContext* context, const v1::StatsRequest*, v1::StatsReply* reply) {
+grpc::Status PoolService::Stats(grpc::ServerContext* context, const v1::StatsRequest*,
+                                v1::StatsReply* reply) {
   return Serve(Rpc::kStats, *context, [&](const PeerIdentity& peer) -> absl::Status {
     const auto visible = [&peer](const Arena& arena) {
       return !peer.authenticated || peer.role != Role::kClient || peer.tenant == arena.tenant();
@@ -426,7 +366,8 @@ grpc::Status PoolService::Stats(grpc::ServerContext* context, const v1::StatsReq
     reply->set_incarnation(incarnation.data(), incarnation.size());
     reply->set_version(options_.version);
     reply->set_draining(draining());
-    reply->set_uptime_ms(static_cast<uint64_t>(absl::ToInt64Milliseconds(options_.clock->Now() - started_)));
+    reply->set_uptime_ms(
+        static_cast<uint64_t>(absl::ToInt64Milliseconds(options_.clock->Now() - started_)));
     reply->set_insecure(!options_.tls);
     for (const auto& arena : options_.arenas) {
       if (visible(*arena)) FillArenaStats(*arena, reply->add_arenas());
@@ -437,39 +378,6 @@ grpc::Status PoolService::Stats(grpc::ServerContext* context, const v1::StatsReq
     if (open_.load(std::memory_order_acquire)) {
       for (const std::string& path : offers_.report) reply->add_paths(path);
     }
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status AdminService::Serve(Rpc rpc, const grpc::ServerContext& context,
-                                const std::function<absl::Status()>& work) {
-  const absl::StatusOr<PeerIdentity> peer = IdentifyPeer(context, tls_);
-  absl::Status status = peer.ok() ? CheckAdmin(*peer) : peer.status();
-  if (status.ok()) {
-    status = work();
-  } else {
-    metrics_->auth_failures[peer.ok() ? kAuthRole : kAuthNoIdentity].Add();
-    spdlog::warn("admin_refused peer={} reason={}", LogQuote(context.peer()), LogQuote(status.message()));
-  }
-  metrics_->rpc_requests[static_cast<size_t>(rpc)][static_cast<size_t>(status.code())].Add();
-  return ToGrpc(status);
-}
-
-grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
-                                 v1::DrainReply* reply) {
-  return Serve(Rpc::kDrain, *context, [&]() -> absl::Status {
-    spdlog::info("admin_drain peer={} exit={}", LogQuote(context->peer()), request->exit());
-    KVD_ASSIGN_OR_RETURN(const DrainOutcome outcome,
-                         drain_(absl::Milliseconds(request->timeout_ms()), request->exit()));
-    reply->set_clean(outcome.clean);
-    reply->set_leases_left(outcome.leases_left);
-    return absl::OkStatus();
-  });
-}
-
-grpc::Status AdminService::Config(grpc::ServerContext* context, const v1::ConfigRequest*, v1::ConfigReply* reply) {
-  return Serve(Rpc::kConfig, *context, [&] {
-    reply->set_text(config_text_);
     return absl::OkStatus();
   });
 }

@@ -1,8 +1,8 @@
 // gRPC handlers of the control plane: each checks what came, makes one call, and maps the outcome.
 //
-// Every call is checked in the same order: identity, session and incarnation, lengths, ranges. A caller's
-// tenant must be its session's: a stolen token is useless without the certificate.
-// Thread safety: safe.
+// Every call is checked in the same order: identity, session and incarnation, lengths, ranges. A
+// caller's tenant must be its session's: a stolen token is useless without the certificate. Thread
+// safety: safe.
 
 #ifndef LOCKS_KVD_SERVICE_POOL_SERVICE_H_
 #define LOCKS_KVD_SERVICE_POOL_SERVICE_H_
@@ -88,8 +88,10 @@ class PoolService final
   // Identifies the caller, runs `work`, counts and times the call.
   grpc::Status Serve(Rpc rpc, const grpc::ServerContext& context,
                      const std::function<absl::Status(const PeerIdentity&)>& work);
-  absl::StatusOr<std::shared_ptr<Arena>> FindArena(const std::string& tenant, const std::string& model) const;
-  absl::Status CheckFingerprints(const Arena& arena, const locks_kvd::v1::AttachRequest& request) const;
+  absl::StatusOr<std::shared_ptr<Arena>> FindArena(const std::string& tenant,
+                                                   const std::string& model) const;
+  absl::Status CheckFingerprints(const Arena& arena,
+                                 const locks_kvd::v1::AttachRequest& request) const;
   absl::StatusOr<SessionHandle> FindSession(const PeerIdentity& peer,
                                             const locks_kvd::v1::SessionRef& session) const;
   absl::Status CheckNotDraining() const;
@@ -100,34 +102,6 @@ class PoolService final
   std::atomic<bool> open_{false};
   PathOffers offers_;  // set once, before open_
   SessionStreams streams_;
-};
-
-// Admin of one daemon.
-class AdminService final : public locks_kvd::v1::Admin::Service {
- public:
-  struct DrainOutcome {
-    bool clean = false;
-    uint32_t leases_left = 0;
-  };
-  // Drains for at most `limit` (the daemon's own if zero) and, if asked to, ends the process afterwards.
-  // kUnavailable while the daemon starts.
-  using DrainFunction = std::function<absl::StatusOr<DrainOutcome>(absl::Duration limit, bool exit)>;
-
-  AdminService(bool tls, Metrics* metrics, std::string config_text, DrainFunction drain)
-      : tls_(tls), metrics_(metrics), config_text_(std::move(config_text)), drain_(std::move(drain)) {}
-
-  grpc::Status Drain(grpc::ServerContext* context, const locks_kvd::v1::DrainRequest* request,
-                     locks_kvd::v1::DrainReply* reply) override;
-  grpc::Status Config(grpc::ServerContext* context, const locks_kvd::v1::ConfigRequest* request,
-                      locks_kvd::v1::ConfigReply* reply) override;
-
- private:
-  grpc::Status Serve(Rpc rpc, const grpc::ServerContext& context, const std::function<absl::Status()>& work);
-
-  const bool tls_;
-  Metrics* const metrics_;
-  const std::string config_text_;
-  const DrainFunction drain_;
 };
 
 }  // namespace kvd

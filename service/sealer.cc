@@ -11,11 +11,12 @@ absl::Status NonFinite(const SummarizeJob& job, int layer, int head, int64_t val
   const int64_t head_dim = job.geometry->head_dim;
   const int64_t half = head_dim * job.geometry->page_tokens;
   const bool is_key = value_idx < half;
-  return absl::InvalidArgumentError(absl::StrFormat(
-      "page %u, layer %d, head %d of shard %u, token %d: %s is NaN or Inf at dimension %d: the page is "
-      "refused; look for an overflow in the engine that wrote it",
-      job.page_idx, layer, head, job.shard, (value_idx % half) / head_dim, is_key ? "K" : "V",
-      value_idx % head_dim));
+  return absl::InvalidArgumentError(
+      absl::StrFormat("page %u, layer %d, head %d of shard %u, token %d: %s is NaN or Inf at "
+                      "dimension %d: the page is "
+                      "refused; look for an overflow in the engine that wrote it",
+                      job.page_idx, layer, head, job.shard, (value_idx % half) / head_dim,
+                      is_key ? "K" : "V", value_idx % head_dim));
 }
 
 }  // namespace

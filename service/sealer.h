@@ -1,5 +1,5 @@
-// Completes pages: checks that keys and values are finite, builds the records, and spreads many pages over
-// a few threads.
+// Completes pages: checks that keys and values are finite, builds the records, and spreads many
+// pages over a few threads.
 //
 // Why here: a record is built once, by the daemon that seals the page, and copied ever after.
 // Thread safety: SummarizePage is pure; Sealer is safe.
@@ -30,23 +30,23 @@ struct SummarizeJob {
   const uint8_t* units;       // the slot: [L][shard heads] units
   uint8_t* records;           // out: SlotLayout::summary_bytes()
   uint32_t shard;
-  uint32_t page_idx;          // for messages
+  uint32_t page_idx;  // for messages
 };
 
-// Builds every record of a page and returns the checksum of all of them. kInvalidArgument if a key or value
-// is NaN or Inf, naming page, layer, head, token and K or V; `records` is then undefined.
+// Builds every record of a page and returns the checksum of all of them. kInvalidArgument if a key
+// or value is NaN or Inf, naming page, layer, head, token and K or V; `records` is then undefined.
 absl::StatusOr<uint64_t> SummarizePage(const SummarizeJob& job);
 
-// Runs batches of page-sized work on a fixed number of threads, one item of each batch in turn, so that a
-// caller with a thousand pages does not keep one with a single page waiting.
+// Runs batches of page-sized work on a fixed number of threads, one item of each batch in turn, so
+// that a caller with a thousand pages does not keep one with a single page waiting.
 class Sealer {
  public:
   explicit Sealer(int num_threads);
   // REQUIRES: no Run is under way.
   ~Sealer();
 
-  // Calls work(i) for every i < count, then returns. Blocking: as long as the work takes; `work` itself
-  // decides to do nothing once its caller has gone.
+  // Calls work(i) for every i < count, then returns. Blocking: as long as the work takes; `work`
+  // itself decides to do nothing once its caller has gone.
   void Run(size_t count, const std::function<void(size_t)>& work);
 
  private:

@@ -22,6 +22,7 @@
 #include "kernels/layout.h"
 #include "proto/address.h"
 #include "proto/status.h"
+#include "service/admin_service.h"
 #include "service/arena_factory.h"
 #include "service/config.h"
 #include "service/data_plane.h"
@@ -64,49 +65,15 @@ std::string WithPort(const std::string& address, int port) {
 absl::Status WriteWhole(const std::string& path, const std::string& text) {
   const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
   const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  const bool written = fd >= 0 && write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+  const bool written =
+      fd >= 0 && write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
   const int error = errno;
   if (fd >= 0) close(fd);
   if (written && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
   const int shown = written ? errno : error;
   unlink(temporary.c_str());
-  return absl::FailedPreconditionError(absl::StrCat("ready_file ", path, ": cannot be written: ",
-                                                    std::strerror(shown), ": check its directory"));
-}
-
-MetricsSnapshot::ArenaFigures FiguresOf(const Arena& arena) {
-  const ArenaStats s = arena.Stats();
-  const SlotLayout& slot = arena.memory().shape().slot;
-  const uint64_t usable = arena.memory().shape().num_slots - 1;
-  const uint64_t used = s.slots_sealed + s.slots_reserved;
-  MetricsSnapshot::ArenaFigures f;
-  f.tenant = arena.tenant();
-  f.model = arena.model();
-  f.capacity_page_bytes = usable * slot.slot_bytes();
-  f.capacity_summary_bytes = usable * slot.summary_bytes();
-  f.used_page_bytes = used * slot.slot_bytes();
-  f.used_summary_bytes = used * slot.summary_bytes();
-  f.leased_bytes = s.slots_leased * (slot.slot_bytes() + slot.summary_bytes());
-  f.slots_free = s.slots_free;
-  f.slots_reserved = s.slots_reserved;
-  f.slots_sealed = s.slots_sealed;
-  f.slots_quarantined = s.slots_quarantined;
-  f.leases = s.leases;
-  f.match_hits = s.matched_pages;
-  f.match_misses = s.unmatched_pages;
-  f.reserved_new = s.reserved_new;
-  f.reserved_hit = s.reserved_hit;
-  f.reserved_refused = s.reserved_refused;
-  f.reserved_expired = s.reserved_expired;
-  f.sealed = s.sealed_pages;
-  f.seals_refused = s.seals_refused;
-  f.sealed_never_matched = s.sealed_never_matched;
-  f.evicted = s.evicted_pages;
-  f.evictions_refused = s.evictions_refused;
-  f.leases_lost = s.leases_lost;
-  f.leases_released = s.leases_released;
-  f.quarantined_slots = s.quarantined_slots;
-  return f;
+  return absl::FailedPreconditionError(absl::StrCat(
+      "ready_file ", path, ": cannot be written: ", std::strerror(shown), ": check its directory"));
 }
 
 }  // namespace
@@ -160,7 +127,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const DaemonConfig& config
   Parts& p = *server->parts_;
   p.admin = std::make_unique<AdminService>(
       !IsInsecure(config), &p.metrics, PrintConfig(config),
-      [s = server.get()](absl::Duration limit, bool exit) -> absl::StatusOr<AdminService::DrainOutcome> {
+      [s = server.get()](absl::Duration limit,
+                         bool exit) -> absl::StatusOr<AdminService::DrainOutcome> {
         if (!s->parts_->serving.load(std::memory_order_acquire)) {
           return absl::UnavailableError("the daemon is starting: try again in a moment");
         }
@@ -200,7 +168,8 @@ absl::Status Server::Parts::Start() {
   KVD_RETURN_IF_ERROR(StartControl());
   const absl::StatusOr<Address> address = Address::Parse(ready.control_address());
   KVD_ASSIGN_OR_RETURN(data_plane,
-                       DataPlane::Make(config, address.ok() ? address->port : uint16_t{0}, sessions.get(), &metrics));
+                       DataPlane::Make(config, address.ok() ? address->port : uint16_t{0},
+                                       sessions.get(), &metrics));
   KVD_RETURN_IF_ERROR(StartOutside());
   last_tick_ns = absl::ToInt64Nanoseconds(clock.Now());
   upkeep = std::thread([this] { UpkeepLoop(); });
@@ -232,7 +201,8 @@ absl::Status Server::Parts::StartControl() {
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort(config.control().address(), credentials, &port);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // two daemons on one port would mix their clients
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT,
+                             0);  // two daemons on one port would mix their clients
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreamsPerConnection);
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetResourceQuota(
@@ -241,9 +211,9 @@ absl::Status Server::Parts::StartControl() {
   builder.RegisterService(admin.get());
   control = builder.BuildAndStart();
   if (control == nullptr || port == 0) {
-    return absl::UnavailableError(absl::StrCat(
-        "control.address ", config.control().address(),
-        ": cannot listen: is the port taken, or the address another host's?"));
+    return absl::UnavailableError(
+        absl::StrCat("control.address ", config.control().address(),
+                     ": cannot listen: is the port taken, or the address another host's?"));
   }
   ready.set_control_address(WithPort(config.control().address(), port));
   ready.set_incarnation(HexOf(incarnation));
@@ -264,39 +234,50 @@ absl::Status Server::Parts::StartOutside() {
   identity.layout_version = kLayoutVersion;
   identity.incarnation = incarnation;
   identity.start_time_seconds = absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch());
-  KVD_ASSIGN_OR_RETURN(metrics_server, MetricsServer::Make(config.metrics_address(), &metrics, std::move(identity),
-                                                           [this] { return Snapshot(); }));
+  KVD_ASSIGN_OR_RETURN(metrics_server,
+                       MetricsServer::Make(config.metrics_address(), &metrics, std::move(identity),
+                                           [this] { return Snapshot(); }));
   ready.set_metrics_address(WithPort(config.metrics_address(), metrics_server->port()));
   return absl::OkStatus();
 }
 
 void Server::Parts::LogStart() const {
-  spdlog::info("start version={} layout={} incarnation={} pid={}", kVersion, kLayoutVersion, ready.incarnation(),
-               ready.pid());
+  spdlog::info("start version={} layout={} incarnation={} pid={}", kVersion, kLayoutVersion,
+               ready.incarnation(), ready.pid());
   for (const auto& arena : arenas) {
     const ArenaShape& shape = arena->memory().shape();
-    spdlog::info("memory arena={}/{} kind=host slots={} slot_bytes={} record_bytes={} slabs={} encoder={}",
-                 arena->tenant(), arena->model(), shape.num_slots - 1, shape.slot.slot_bytes(),
-                 shape.slot.summary_bytes(), shape.num_slabs(), EncoderName(arena->options().encoder));
+    spdlog::info(
+        "memory arena={}/{} kind=host slots={} slot_bytes={} record_bytes={} slabs={} encoder={}",
+        arena->tenant(), arena->model(), shape.num_slots - 1, shape.slot.slot_bytes(),
+        shape.slot.summary_bytes(), shape.num_slabs(), EncoderName(arena->options().encoder));
   }
-  for (const std::string& path : data_plane->Offers().report) spdlog::info("path offer={}", LogQuote(path));
-  spdlog::info("serving control={} health={} metrics={} tls={}", ready.control_address(), ready.health_address(),
-               ready.metrics_address(), !IsInsecure(config));
+  for (const std::string& path : data_plane->Offers().report)
+    spdlog::info("path offer={}", LogQuote(path));
+  spdlog::info("serving control={} health={} metrics={} tls={}", ready.control_address(),
+               ready.health_address(), ready.metrics_address(), !IsInsecure(config));
   if (IsInsecure(config)) {
-    spdlog::warn("insecure control={} meaning=\"callers are not authenticated: any of them may name any tenant\"",
-                 ready.control_address());
+    spdlog::warn(
+        "insecure control={} meaning=\"callers are not authenticated: any of them may name any "
+        "tenant\"",
+        ready.control_address());
   }
 }
 
 MetricsSnapshot Server::Parts::Snapshot() const {
   MetricsSnapshot snapshot;
-  for (const auto& arena : arenas) snapshot.arenas.push_back(FiguresOf(*arena));
+  for (const auto& arena : arenas) {
+    const ArenaShape& shape = arena->memory().shape();
+    snapshot.arenas.push_back({arena->tenant(), arena->model(), shape.num_slots - 1,
+                               shape.slot.slot_bytes(), shape.slot.summary_bytes(),
+                               arena->Stats()});
+  }
   snapshot.sessions = sessions->size();
   snapshot.draining = pool->draining();
   data_plane->Fill(&snapshot);
   absl::MutexLock lock(&mutex);
   for (const auto& [file, expiry] : certificates) {
-    snapshot.cert_expiry_seconds.emplace_back(file, absl::ToDoubleSeconds(expiry - absl::UnixEpoch()));
+    snapshot.cert_expiry_seconds.emplace_back(file,
+                                              absl::ToDoubleSeconds(expiry - absl::UnixEpoch()));
   }
   return snapshot;
 }
@@ -312,9 +293,9 @@ void Server::Parts::UpkeepLoop() {
   absl::Duration last_certificate_check = clock.Now();
   while (SleepUnlessStopping(interval)) {
     for (const SessionInfo& session : sessions->EndSilent()) {
-      spdlog::warn("session_lost session={} tenant={} client={} silent_ms={}", static_cast<uint64_t>(session.id),
-                   session.arena->tenant(), LogQuote(session.client_name),
-                   absl::ToInt64Milliseconds(session.silent));
+      spdlog::warn("session_lost session={} tenant={} client={} silent_ms={}",
+                   static_cast<uint64_t>(session.id), session.arena->tenant(),
+                   LogQuote(session.client_name), absl::ToInt64Milliseconds(session.silent));
     }
     pool->TickStreams();
     for (const auto& arena : arenas) arena->Tick();
@@ -358,7 +339,8 @@ uint32_t Server::Parts::CountLeases() const {
 
 DrainResult Server::Drain(absl::Duration limit, const std::string& reason) {
   Parts& p = *parts_;
-  const absl::Duration wait = limit > absl::ZeroDuration() ? limit : absl::Milliseconds(p.config.times().drain_ms());
+  const absl::Duration wait =
+      limit > absl::ZeroDuration() ? limit : absl::Milliseconds(p.config.times().drain_ms());
   spdlog::info("drain_begin reason={} limit_ms={} sessions={} leases={}", LogQuote(reason),
                absl::ToInt64Milliseconds(wait), p.sessions->size(), p.CountLeases());
   if (p.health != nullptr) p.health->SetReady(false);
@@ -398,8 +380,7 @@ Server::Parts::~Parts() {
   health.reset();
   if (control != nullptr) {
     pool->EndStreams();
-    control->Shutdown(std::chrono::system_clock::now() +
-                      absl::ToChronoMilliseconds(kStopGrace));
+    control->Shutdown(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(kStopGrace));
     control->Wait();
   }
   data_plane.reset();

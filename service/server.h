@@ -1,7 +1,8 @@
 // The daemon as one object: starts every part in order, watches over sessions, drains and stops.
 //
-// Start: arenas, sessions, data plane, control plane, health, metrics, ready file. Stop: the reverse.
-// Thread safety: Drain, RequestExit and WaitForExit are safe; Start and the destructor are one thread's.
+// Start: arenas, sessions, data plane, control plane, health, metrics, ready file. Stop: the
+// reverse. Thread safety: Drain, RequestExit and WaitForExit are safe; Start and the destructor are
+// one thread's.
 
 #ifndef LOCKS_KVD_SERVICE_SERVER_H_
 #define LOCKS_KVD_SERVICE_SERVER_H_
@@ -31,8 +32,8 @@ class Server {
   // Addresses with their real ports, and the incarnation.
   const locks_kvd::v1::ReadyFile& ready() const;
 
-  // Refuses new work, tells every session, and waits until fetches and leases have ended, at most for
-  // `limit` (the configured one if zero). Once draining, always draining.
+  // Refuses new work, tells every session, and waits until fetches and leases have ended, at most
+  // for `limit` (the configured one if zero). Once draining, always draining.
   DrainResult Drain(absl::Duration limit, const std::string& reason);
   // Makes WaitForExit return.
   void RequestExit();

@@ -15,10 +15,12 @@ using locks_kvd::v1::SessionPing;
 
 absl::StatusOr<SessionKey> ParseSessionRef(const locks_kvd::v1::SessionRef& session) {
   SessionKey key;
-  if (session.token().size() != key.token.size() || session.incarnation().size() != key.incarnation.size()) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "session: expected a token and an incarnation of 16 bytes, got %d and %d: send what Attach returned",
-        session.token().size(), session.incarnation().size()));
+  if (session.token().size() != key.token.size() ||
+      session.incarnation().size() != key.incarnation.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("session: expected a token and an incarnation of 16 bytes, got %d and %d: "
+                        "send what Attach returned",
+                        session.token().size(), session.incarnation().size()));
   }
   std::memcpy(key.token.data(), session.token().data(), key.token.size());
   std::memcpy(key.incarnation.data(), session.incarnation().data(), key.incarnation.size());
@@ -32,8 +34,9 @@ absl::Status CheckSessionTenant(const PeerIdentity& peer, const SessionHandle& s
 }
 
 // One stream. gRPC holds it by pointer until OnDone; whoever else uses it holds a shared_ptr.
-// The mutex is held over StartRead, StartWrite and Finish, so that nothing is started after Finish. That is
-// safe: gRPC runs reactions of a reactor that is not inlineable on its own threads, never inside these calls.
+// The mutex is held over StartRead, StartWrite and Finish, so that nothing is started after Finish.
+// That is safe: gRPC runs reactions of a reactor that is not inlineable on its own threads, never
+// inside these calls.
 class SessionStream final : public SessionStreams::Reactor {
  public:
   SessionStream(SessionStreams* streams, absl::StatusOr<PeerIdentity> peer)
@@ -105,10 +108,12 @@ class SessionStream final : public SessionStreams::Reactor {
   absl::Status HandlePingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     KVD_ASSIGN_OR_RETURN(const SessionKey key, ParseSessionRef(ping_.session()));
     // The tenant first: another tenant's ping must not keep a session alive.
-    KVD_ASSIGN_OR_RETURN(const SessionHandle found, streams_->sessions_->Find(key.token, key.incarnation));
+    KVD_ASSIGN_OR_RETURN(const SessionHandle found,
+                         streams_->sessions_->Find(key.token, key.incarnation));
     KVD_RETURN_IF_ERROR(CheckSessionTenant(*peer_, found));
     if (session_.has_value() && session_->id != found.id) {
-      return absl::InvalidArgumentError("a stream belongs to one session: open another stream for another");
+      return absl::InvalidArgumentError(
+          "a stream belongs to one session: open another stream for another");
     }
     KVD_ASSIGN_OR_RETURN(session_, streams_->sessions_->Ping(key.token, key.incarnation));
     SessionEvent event;
@@ -135,7 +140,9 @@ class SessionStream final : public SessionStreams::Reactor {
   void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (finished_) return;
     finished_ = true;
-    streams_->metrics_->rpc_requests[static_cast<size_t>(Rpc::kSession)][static_cast<size_t>(status.code())].Add();
+    streams_->metrics_
+        ->rpc_requests[static_cast<size_t>(Rpc::kSession)][static_cast<size_t>(status.code())]
+        .Add();
     Finish(ToGrpc(status));
   }
 
@@ -208,7 +215,8 @@ void SessionStreams::Tick() {
 }
 
 void SessionStreams::EndAll() {
-  for (const auto& stream : List()) stream->End(absl::UnavailableError("the daemon stops: use another one"));
+  for (const auto& stream : List())
+    stream->End(absl::UnavailableError("the daemon stops: use another one"));
 }
 
 }  // namespace kvd

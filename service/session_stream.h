@@ -1,11 +1,10 @@
 // The bidirectional streams that keep sessions alive and tell them what changes.
 //
 // A stream belongs to the session that its first ping names. Its end does not end the session; the
-// session's end ends it. Events are numbered per stream from 1, so a client that opens a new one knows that
-// it may have missed some.
-// Bounds: the next ping is read only when the answer to the last one is on its way; a stream that names no
-// session within a session TTL is ended.
-// Thread safety: safe.
+// session's end ends it. Events are numbered per stream from 1, so a client that opens a new one
+// knows that it may have missed some. Bounds: the next ping is read only when the answer to the
+// last one is on its way; a stream that names no session within a session TTL is ended. Thread
+// safety: safe.
 
 #ifndef LOCKS_KVD_SERVICE_SESSION_STREAM_H_
 #define LOCKS_KVD_SERVICE_SESSION_STREAM_H_
@@ -64,7 +63,8 @@ class SessionStreams {
   Metrics* const metrics_;
   const Clock* const clock_;
   mutable absl::Mutex mutex_;
-  absl::flat_hash_map<SessionStream*, std::shared_ptr<SessionStream>> streams_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<SessionStream*, std::shared_ptr<SessionStream>> streams_
+      ABSL_GUARDED_BY(mutex_);
   std::string draining_reason_ ABSL_GUARDED_BY(mutex_);  // empty: not draining
 };
 

@@ -27,7 +27,8 @@ absl::StatusOr<SessionTable::Sessions::const_iterator> SessionTable::FindLocked(
     const SessionToken& token, const Incarnation& incarnation) const {
   if (incarnation != options_.incarnation) {
     return absl::AbortedError(
-        "another incarnation: the daemon was restarted, or this is another daemon: drop its pages and "
+        "another incarnation: the daemon was restarted, or this is another daemon: drop its pages "
+        "and "
         "attach again");
   }
   const auto it = sessions_.find(token);

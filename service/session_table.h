@@ -1,8 +1,8 @@
 // Sessions: who is attached, to which arena, and whether it is still alive.
 //
-// A session ends by Detach, by its TTL (monotonic clock) or with the process; its leases and reservations end
-// with it. Only pings keep it alive. Tokens are secrets: they appear in no log, metric or listing.
-// Thread safety: safe.
+// A session ends by Detach, by its TTL (monotonic clock) or with the process; its leases and
+// reservations end with it. Only pings keep it alive. Tokens are secrets: they appear in no log,
+// metric or listing. Thread safety: safe.
 
 #ifndef LOCKS_KVD_SERVICE_SESSION_TABLE_H_
 #define LOCKS_KVD_SERVICE_SESSION_TABLE_H_
@@ -43,8 +43,8 @@ struct SessionInfo {
   absl::Duration silent;  // since its last ping
 };
 
-// 16 bytes that nobody can guess. Ends the process if the kernel has no entropy, which does not happen
-// after boot.
+// 16 bytes that nobody can guess. Ends the process if the kernel has no entropy, which does not
+// happen after boot.
 std::array<uint8_t, 16> RandomBytes16();
 
 class SessionTable {
@@ -62,9 +62,10 @@ class SessionTable {
   const Incarnation& incarnation() const { return options_.incarnation; }
   absl::Duration ttl() const { return options_.ttl; }
 
-  // The live session that `token` names, if `incarnation` is this process's. kAborted otherwise, with the
-  // reason: another incarnation (a restarted daemon), or an ended session.
-  absl::StatusOr<SessionHandle> Find(const SessionToken& token, const Incarnation& incarnation) const;
+  // The live session that `token` names, if `incarnation` is this process's. kAborted otherwise,
+  // with the reason: another incarnation (a restarted daemon), or an ended session.
+  absl::StatusOr<SessionHandle> Find(const SessionToken& token,
+                                     const Incarnation& incarnation) const;
 
   // kResourceExhausted if the arena's tenant has as many sessions as it may.
   absl::StatusOr<AttachedSession> Attach(std::shared_ptr<Arena> arena, std::string client_name);

@@ -66,7 +66,8 @@ inline std::unique_ptr<Arena> MakeArena(ArenaOptions options) {
 }
 
 // One unit of finite values that depend on the page, the write, the layer and the head.
-inline std::vector<uint8_t> UnitBytes(const KvGeometry& g, int page, int write, int layer, int head) {
+inline std::vector<uint8_t> UnitBytes(const KvGeometry& g, int page, int write, int layer,
+                                      int head) {
   const size_t values = static_cast<size_t>(2 * g.page_tokens * g.head_dim);
   std::vector<uint16_t> bits(values);
   uint64_t seed = Mix64(static_cast<uint64_t>(((page * 64 + write) * 64 + layer) * 64 + head + 1));
@@ -80,8 +81,8 @@ inline std::vector<uint8_t> UnitBytes(const KvGeometry& g, int page, int write, 
 }
 
 // Writes one unit through a pin, as the ingest server does.
-inline absl::Status WriteUnit(Arena* arena, SessionId session, Ticket ticket, int page, int write, int layer,
-                              int head) {
+inline absl::Status WriteUnit(Arena* arena, SessionId session, Ticket ticket, int page, int write,
+                              int layer, int head) {
   absl::StatusOr<ReservationPin> pin = arena->PinReservation(session, ticket);
   if (!pin.ok()) return pin.status();
   const std::vector<uint8_t> bytes = UnitBytes(arena->geometry(), page, write, layer, head);
@@ -98,7 +99,8 @@ inline void WritePage(Arena* arena, SessionId session, Ticket ticket, int page, 
   }
 }
 
-inline ReserveOutcome::Page ReserveOne(Arena* arena, SessionId session, int page, uint32_t shard = 0) {
+inline ReserveOutcome::Page ReserveOne(Arena* arena, SessionId session, int page,
+                                       uint32_t shard = 0) {
   const PageKey key = KeyOf(page);
   const auto page_idx = static_cast<uint32_t>(page);
   const auto outcome = arena->Reserve(session, {&key, 1}, {&page_idx, 1}, shard);
@@ -107,7 +109,8 @@ inline ReserveOutcome::Page ReserveOne(Arena* arena, SessionId session, int page
 }
 
 // Reserve, write and seal one page; leased to the session.
-inline PageLocation PutPage(Arena* arena, SessionId session, int page, uint32_t shard = 0, int write = 0) {
+inline PageLocation PutPage(Arena* arena, SessionId session, int page, uint32_t shard = 0,
+                            int write = 0) {
   const ReserveOutcome::Page reserved = ReserveOne(arena, session, page, shard);
   EXPECT_EQ(reserved.state, ReserveOutcome::State::kNew);
   WritePage(arena, session, reserved.ticket, page, write);

@@ -1,6 +1,6 @@
-// Goal: whatever sessions do, a sealed page keeps its bytes and generation while it is leased or held by the
-// quarantine, and headers tell the truth. Method: random operations against a map, every invariant after
-// every step, on a test clock.
+// Goal: whatever sessions do, a sealed page keeps its bytes and generation while it is leased or
+// held by the quarantine, and headers tell the truth. Method: random operations against a map,
+// every invariant after every step, on a test clock.
 
 #include <gtest/gtest.h>
 
@@ -23,7 +23,8 @@ constexpr uint32_t kShard0[] = {0};
 
 class ArenaModel {
  public:
-  explicit ArenaModel(uint64_t seed) : random_(seed), arena_(testing::MakeArena(testing::TinyOptions(kSlots, &clock_))) {}
+  explicit ArenaModel(uint64_t seed)
+      : random_(seed), arena_(testing::MakeArena(testing::TinyOptions(kSlots, &clock_))) {}
 
   void Step() {
     switch (random_() % 10) {
@@ -59,8 +60,9 @@ class ArenaModel {
       const uint64_t generation = arena_->memory().header(slot)->generation.load();
       ASSERT_GE(generation, last_generation_[slot]) << "generations only grow";
       last_generation_[slot] = generation;
-      const bool sealed = std::any_of(sealed_.begin(), sealed_.end(),
-                                      [slot](const auto& each) { return each.second.location.slot == slot; });
+      const bool sealed = std::any_of(sealed_.begin(), sealed_.end(), [slot](const auto& each) {
+        return each.second.location.slot == slot;
+      });
       ASSERT_EQ(generation % 2 == 0, sealed) << "even only while sealed";
     }
     for (const auto& [page, copy] : sealed_) {
@@ -69,14 +71,18 @@ class ArenaModel {
       ASSERT_EQ(std::memcmp(header->key, testing::KeyOf(page).data(), 16), 0);
       for (int layer = 0; layer < 2; ++layer) {
         const auto bytes = testing::UnitBytes(arena_->geometry(), page, copy.write, layer, 0);
-        ASSERT_EQ(std::memcmp(arena_->memory().unit(copy.location.slot, layer, 0), bytes.data(), bytes.size()), 0)
+        ASSERT_EQ(std::memcmp(arena_->memory().unit(copy.location.slot, layer, 0), bytes.data(),
+                              bytes.size()),
+                  0)
             << "page " << page;
       }
     }
     const ArenaStats stats = arena_->Stats();
     ASSERT_EQ(stats.slots_sealed, sealed_.size());
     ASSERT_EQ(stats.slots_leased, leased.size());
-    ASSERT_EQ(stats.slots_free + stats.slots_reserved + stats.slots_sealed + stats.slots_quarantined, kSlots);
+    ASSERT_EQ(
+        stats.slots_free + stats.slots_reserved + stats.slots_sealed + stats.slots_quarantined,
+        kSlots);
   }
 
  private:
@@ -110,7 +116,8 @@ class ArenaModel {
     if (!session.has_value()) return;
     arena_->EndSession(*session, why);
     if (why == SessionEnd::kLost) {
-      for (const uint32_t slot : leases_[*session]) held_until_[slot] = clock_.Now() + absl::Seconds(5);
+      for (const uint32_t slot : leases_[*session])
+        held_until_[slot] = clock_.Now() + absl::Seconds(5);
     }
     leases_.erase(*session);
     std::erase_if(writing_, [&](const auto& each) { return each.second.session == *session; });
@@ -124,7 +131,8 @@ class ArenaModel {
         ++it;
         continue;
       }
-      for (const auto& [session, slots] : leases_) ASSERT_FALSE(slots.contains(slot)) << "evicted while leased";
+      for (const auto& [session, slots] : leases_)
+        ASSERT_FALSE(slots.contains(slot)) << "evicted while leased";
       ASSERT_LE(held_until_[slot], clock_.Now()) << "evicted within the quarantine";
       it = sealed_.erase(it);
     }
@@ -156,7 +164,8 @@ class ArenaModel {
     if (it == writing_.end()) return;
     const auto [page, writing] = *it;
     const bool complete = random_() % 4 != 0;
-    if (complete) testing::WritePage(arena_.get(), writing.session, writing.ticket, page, writing.write);
+    if (complete)
+      testing::WritePage(arena_.get(), writing.session, writing.ticket, page, writing.write);
     const auto sealed = arena_->Seal(writing.session, writing.ticket);
     ASSERT_EQ(sealed.ok(), complete) << sealed.status();
     writing_.erase(it);

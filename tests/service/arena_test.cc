@@ -84,7 +84,9 @@ TEST_F(ArenaTest, SealedPageIsPublishedWithKeyChecksumsAndEvenGeneration) {
     uint64_t stored;
     std::memcpy(&stored, records + slot.coarse_offset(layer, 0) + summary.coarse[kUnitChecksum], 8);
     const auto expected = testing::UnitBytes(arena_->geometry(), 5, 0, layer, 0);
-    EXPECT_EQ(std::memcmp(arena_->memory().unit(location.slot, layer, 0), expected.data(), expected.size()), 0);
+    EXPECT_EQ(std::memcmp(arena_->memory().unit(location.slot, layer, 0), expected.data(),
+                          expected.size()),
+              0);
     EXPECT_EQ(stored, Checksum64(expected.data(), expected.size()));
     const auto other = testing::UnitBytes(arena_->geometry(), 5, 0, 1 - layer, 0);
     EXPECT_NE(stored, Checksum64(other.data(), other.size()));
@@ -97,7 +99,8 @@ TEST_F(ArenaTest, SealOfAnIncompletePageNamesWhatIsMissingAndGivesTheSlotBack) {
   ASSERT_TRUE(testing::WriteUnit(arena_.get(), kA, reserved.ticket, 1, 0, 0, 0).ok());
   const auto sealed = arena_->Seal(kA, reserved.ticket);
   EXPECT_EQ(sealed.status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(sealed.status().message(), HasSubstr("1 of 2 units are missing, the first is layer 1, head 0"));
+  EXPECT_THAT(sealed.status().message(),
+              HasSubstr("1 of 2 units are missing, the first is layer 1, head 0"));
   EXPECT_EQ(Generation(reserved.slot), 1u);
   EXPECT_EQ(arena_->Seal(kA, reserved.ticket).status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(testing::ReserveOne(arena_.get(), kA, 1).state, State::kNew);
@@ -143,8 +146,10 @@ TEST_F(ArenaTest, RepeatedSealAnswersTheSameAndOnlyToItsSession) {
   EXPECT_EQ(first->location, second->location);
   EXPECT_EQ(arena_->Stats().sealed_pages, 1u);
   EXPECT_EQ(arena_->Seal(kB, reserved.ticket).status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(arena_->PinReservation(kA, reserved.ticket).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(arena_->PinReservation(kB, reserved.ticket).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(arena_->PinReservation(kA, reserved.ticket).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(arena_->PinReservation(kB, reserved.ticket).status().code(),
+            absl::StatusCode::kNotFound);
 }
 
 TEST_F(ArenaTest, ReserveAnswersNewHitPendingAndFull) {
@@ -161,7 +166,8 @@ TEST_F(ArenaTest, ReserveAnswersNewHitPendingAndFull) {
   EXPECT_EQ(outcome->pages[1].state, State::kPending);
   EXPECT_EQ(outcome->pages[2].state, State::kFull);
   EXPECT_EQ(outcome->pages[3].state, State::kFull) << "pages after a full one are not tried";
-  EXPECT_THAT(outcome->full_reason, HasSubstr("arena acme/tiny is full: of 2 slots 1 are leased, 1 are being written"));
+  EXPECT_THAT(outcome->full_reason,
+              HasSubstr("arena acme/tiny is full: of 2 slots 1 are leased, 1 are being written"));
   EXPECT_THAT(Allowed(kB, {{sealed.slot, 0, 0, 2}}), ElementsAre(1)) << "a hit is leased";
 }
 
@@ -225,7 +231,8 @@ TEST_F(ArenaTest, LateDuplicateOfAMatchTakesNoLeaseBack) {
 TEST_F(ArenaTest, LeaseNeedsTheGenerationThatIsThere) {
   MakeArena(1);
   const PageLocation old = testing::PutPage(arena_.get(), kA, 0);
-  EXPECT_THAT(*arena_->Lease(kB, std::vector{old, PageLocation{kCanarySlot, 2}}), ElementsAre(true, false));
+  EXPECT_THAT(*arena_->Lease(kB, std::vector{old, PageLocation{kCanarySlot, 2}}),
+              ElementsAre(true, false));
   Release(kB, {old});
   Release(kA, {old});
   const PageLocation fresh = testing::PutPage(arena_.get(), kA, 1);
@@ -248,7 +255,8 @@ TEST_F(ArenaTest, CapsOfASessionAreNamedAndLeaseNothing) {
     if (page == 2) Release(kA, {p});
   }
   EXPECT_EQ(testing::ReserveOne(arena_.get(), kA, 5).state, State::kNew);
-  EXPECT_EQ(testing::ReserveOne(arena_.get(), kA, 6).state, State::kFull) << "two leases and a reservation";
+  EXPECT_EQ(testing::ReserveOne(arena_.get(), kA, 6).state, State::kFull)
+      << "two leases and a reservation";
   const auto match = arena_->Match(kA, 1, Keys({0, 1, 2}), kShard0);
   EXPECT_EQ(match.status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(match.status().message(), HasSubstr("limits.leases_per_session"));
@@ -342,7 +350,8 @@ TEST_F(ArenaTest, IdleReservationIsGivenUp) {
 TEST_F(ArenaTest, FetchListWithASlotLayerOrHeadOutOfRangeIsRefusedNamingTheEntry) {
   MakeArena(2);
   const PageLocation p = testing::PutPage(arena_.get(), kA, 0);
-  for (const FetchEntry bad : {FetchEntry{3, 0, 0, 2}, FetchEntry{p.slot, 2, 0, 2}, FetchEntry{p.slot, 0, 1, 2}}) {
+  for (const FetchEntry bad :
+       {FetchEntry{3, 0, 0, 2}, FetchEntry{p.slot, 2, 0, 2}, FetchEntry{p.slot, 0, 1, 2}}) {
     const FetchEntry entries[] = {{p.slot, 1, 0, 2}, bad};
     uint8_t allowed[2];
     const absl::Status status = arena_->CheckFetch(kA, entries, allowed);
@@ -365,7 +374,8 @@ TEST_F(ArenaTest, ReaderNeverSeesAnEvenGenerationWithAnotherPagesKeyOrChecksum) 
   };
   PageHeader* header = arena_->memory().header(1);
   const auto key_word = [header] {
-    return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(header->key)).load(std::memory_order_relaxed);
+    return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(header->key))
+        .load(std::memory_order_relaxed);
   };
   const auto checksum = [header] {
     return std::atomic_ref<uint64_t>(header->summary_checksum).load(std::memory_order_relaxed);
@@ -429,7 +439,8 @@ TEST_F(ArenaTest, SealWaitsForAWriteThatIsUnderWay) {
   ASSERT_TRUE(outcome.ok()) << outcome.status();
   const SummaryLayout summary = MakeSummaryLayout(arena_->geometry());
   uint64_t stored;
-  std::memcpy(&stored, arena_->memory().summary(outcome->location.slot) + summary.coarse[kUnitChecksum], 8);
+  std::memcpy(&stored,
+              arena_->memory().summary(outcome->location.slot) + summary.coarse[kUnitChecksum], 8);
   EXPECT_EQ(stored, Checksum64(bytes.data(), bytes.size())) << "the later bytes were summarised";
 }
 

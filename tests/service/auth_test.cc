@@ -20,8 +20,9 @@ TEST(AuthTest, IdentityUriNamesRoleAndTenantAndNothingElseIsAccepted) {
   EXPECT_EQ(ParseIdentityUri("locks-kvd://client/acme")->role, Role::kClient);
   EXPECT_EQ(ParseIdentityUri("locks-kvd://admin")->role, Role::kAdmin);
   EXPECT_EQ(ParseIdentityUri("locks-kvd://daemon")->role, Role::kDaemon);
-  for (const char* bad : {"", "locks-kvd://", "locks-kvd://client/", "locks-kvd://client", "locks-kvd://client/a/b",
-                          "locks-kvd://root", "locks-kvd://admin/x", "http://client/acme", "locks-kvd://ADMIN"}) {
+  for (const char* bad :
+       {"", "locks-kvd://", "locks-kvd://client/", "locks-kvd://client", "locks-kvd://client/a/b",
+        "locks-kvd://root", "locks-kvd://admin/x", "http://client/acme", "locks-kvd://ADMIN"}) {
     EXPECT_FALSE(ParseIdentityUri(bad).ok()) << bad;
   }
 }
@@ -40,8 +41,10 @@ TEST(AuthTest, TenantComesFromTheCertificateAndFromTheRequestOnlyWithoutOne) {
 
 TEST(AuthTest, AdminNeedsItsRoleOrThisHostWithoutCertificates) {
   EXPECT_TRUE(CheckAdmin(*ParseIdentityUri("locks-kvd://admin")).ok());
-  EXPECT_EQ(CheckAdmin(*ParseIdentityUri("locks-kvd://client/acme")).code(), absl::StatusCode::kPermissionDenied);
-  EXPECT_EQ(CheckAdmin(*ParseIdentityUri("locks-kvd://daemon")).code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_EQ(CheckAdmin(*ParseIdentityUri("locks-kvd://client/acme")).code(),
+            absl::StatusCode::kPermissionDenied);
+  EXPECT_EQ(CheckAdmin(*ParseIdentityUri("locks-kvd://daemon")).code(),
+            absl::StatusCode::kPermissionDenied);
   EXPECT_TRUE(CheckAdmin({.authenticated = false, .loopback = true, .tenant = ""}).ok());
   EXPECT_EQ(CheckAdmin({.authenticated = false, .loopback = false, .tenant = ""}).code(),
             absl::StatusCode::kPermissionDenied);
@@ -101,7 +104,8 @@ TEST_F(AuthTlsTest, CertificateOfOurCaIsIdentified) {
 }
 
 TEST_F(AuthTlsTest, NoneForeignExpiredAndAmbiguousCertificatesAreRefused) {
-  EXPECT_EQ(Ask("").error_code(), grpc::StatusCode::UNAVAILABLE) << "no certificate: the handshake fails";
+  EXPECT_EQ(Ask("").error_code(), grpc::StatusCode::UNAVAILABLE)
+      << "no certificate: the handshake fails";
   EXPECT_EQ(Ask("stranger").error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(Ask("expired").error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(Ask("two").error_code(), grpc::StatusCode::UNAUTHENTICATED);
@@ -119,7 +123,8 @@ TEST_F(AuthTlsTest, RotatedCaIsInForceWithoutARestart) {
       << testing::TestCertificates::Read(certificates_.Path("ca.pem"));
   std::filesystem::rename(certificates_.Path("ca.pem.next"), certificates_.Path("ca.pem"));
   grpc::Status status;
-  for (int i = 0; i < 100 && !(status = Ask("stranger")).ok(); ++i) absl::SleepFor(absl::Milliseconds(200));
+  for (int i = 0; i < 100 && !(status = Ask("stranger")).ok(); ++i)
+    absl::SleepFor(absl::Milliseconds(200));
   EXPECT_TRUE(status.ok()) << status.error_message();
   EXPECT_TRUE(Ask("acme").ok());
 }
@@ -128,9 +133,11 @@ TEST_F(AuthTlsTest, FilesAreCheckedBeforeTheDaemonServes) {
   const auto good = CheckTlsFiles(certificates_.Server(), absl::Now());
   ASSERT_TRUE(good.ok()) << good.status();
   EXPECT_GT((*good)[0].second, absl::Now());
-  const auto refused = [this](const char* field, const std::string& file, absl::Time now = absl::Now()) {
+  const auto refused = [this](const char* field, const std::string& file,
+                              absl::Time now = absl::Now()) {
     locks_kvd::v1::TlsConfig tls = certificates_.Server();
-    tls.GetReflection()->SetString(&tls, tls.GetDescriptor()->FindFieldByName(field), certificates_.Path(file));
+    tls.GetReflection()->SetString(&tls, tls.GetDescriptor()->FindFieldByName(field),
+                                   certificates_.Path(file));
     const auto checked = CheckTlsFiles(tls, now);
     EXPECT_EQ(checked.status().code(), absl::StatusCode::kFailedPrecondition);
     return std::string(checked.status().message());
@@ -139,7 +146,8 @@ TEST_F(AuthTlsTest, FilesAreCheckedBeforeTheDaemonServes) {
   EXPECT_THAT(refused("certificate_file", "server.key"), HasSubstr("a PEM certificate"));
   EXPECT_THAT(refused("key_file", "acme.key"), HasSubstr("belongs to another certificate"));
   EXPECT_THAT(refused("key_file", "server.pem"), HasSubstr("a PEM private key"));
-  EXPECT_THAT(refused("ca_file", "ca.pem", absl::Now() + absl::Hours(24 * 30)), HasSubstr("still valid"));
+  EXPECT_THAT(refused("ca_file", "ca.pem", absl::Now() + absl::Hours(24 * 30)),
+              HasSubstr("still valid"));
 }
 
 }  // namespace

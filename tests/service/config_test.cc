@@ -84,45 +84,61 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         BadCase{"Rank", [](DaemonConfig* c) { Second(c)->mutable_geometry()->set_rank(6); },
                 "arenas[1].geometry.rank: expected 4 or 8, got 6: "},
-        BadCase{"HeadDim", [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_geometry()->set_head_dim(80); },
+        BadCase{"HeadDim",
+                [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_geometry()->set_head_dim(80); },
                 "arenas[0].geometry.head_dim: expected 64, 96, 128 or 256, got 80: "},
-        BadCase{"Group", [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_geometry()->set_num_q_heads(7); },
-                "arenas[0].geometry.num_q_heads: expected 1 to 16 times num_kv_heads (2), got 7"},
-        BadCase{"Shards", [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_geometry()->set_num_shards(3); },
-                "arenas[0].geometry.num_shards: expected a divisor of num_kv_heads (2), got 3"},
-        BadCase{"Scale", [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_geometry()->set_softmax_scale(0); },
-                "arenas[0].geometry.softmax_scale: expected a finite value above 0, got 0"},
+        BadCase{
+            "Group",
+            [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_geometry()->set_num_q_heads(7); },
+            "arenas[0].geometry.num_q_heads: expected 1 to 16 times num_kv_heads (2), got 7"},
+        BadCase{
+            "Shards",
+            [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_geometry()->set_num_shards(3); },
+            "arenas[0].geometry.num_shards: expected a divisor of num_kv_heads (2), got 3"},
+        BadCase{
+            "Scale",
+            [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_geometry()->set_softmax_scale(0); },
+            "arenas[0].geometry.softmax_scale: expected a finite value above 0, got 0"},
         BadCase{"Bytes", [](DaemonConfig* c) { c->mutable_arenas(0)->set_bytes(10); },
                 "arenas[0].bytes: expected at least "},
         BadCase{"Tenant", [](DaemonConfig* c) { c->mutable_arenas(0)->set_tenant("a b"); },
                 "arenas[0].tenant: expected 1 to 128 letters"},
-        BadCase{"Weights", [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_identity()->clear_weights_id(); },
-                "arenas[0].identity.weights_id: expected"},
+        BadCase{
+            "Weights",
+            [](DaemonConfig* c) { c->mutable_arenas(0)->mutable_identity()->clear_weights_id(); },
+            "arenas[0].identity.weights_id: expected"},
         BadCase{"Encoder", [](DaemonConfig* c) { c->mutable_arenas(0)->set_encoder("E2"); },
                 "arenas[0].encoder: expected E0, E1 or E1S, got \"E2\""},
         BadCase{"MetricMissing", [](DaemonConfig* c) { c->mutable_arenas(0)->set_encoder("E1S"); },
                 "arenas[0].query_metric_file: expected a file with encoder E1S"},
-        BadCase{"MetricUnused", [](DaemonConfig* c) { c->mutable_arenas(0)->set_query_metric_file("/x"); },
+        BadCase{"MetricUnused",
+                [](DaemonConfig* c) { c->mutable_arenas(0)->set_query_metric_file("/x"); },
                 "arenas[0].query_metric_file: expected"},
         BadCase{"Twice", [](DaemonConfig* c) { *c->add_arenas() = c->arenas(0); },
                 "arenas[1]: expected another tenant or model"},
-        BadCase{"NoArena", [](DaemonConfig* c) { c->clear_arenas(); }, "arenas: expected at least one, got none"},
+        BadCase{"NoArena", [](DaemonConfig* c) { c->clear_arenas(); },
+                "arenas: expected at least one, got none"},
         BadCase{"Ttl", [](DaemonConfig* c) { c->mutable_times()->set_session_ttl_ms(1500); },
                 "times.session_ttl_ms: expected 2000 to 600000, got 1500"},
         BadCase{"Address", [](DaemonConfig* c) { c->mutable_control()->set_address("::1:7411"); },
                 "control.address: expected host:port or [v6]:port, got \"::1:7411\""},
-        BadCase{"HealthAddress", [](DaemonConfig* c) { c->set_health_address("nohost"); }, "health_address: "},
-        BadCase{"OpenWithoutTls", [](DaemonConfig* c) { c->mutable_control()->set_address("0.0.0.0:7411"); },
+        BadCase{"HealthAddress", [](DaemonConfig* c) { c->set_health_address("nohost"); },
+                "health_address: "},
+        BadCase{"OpenWithoutTls",
+                [](DaemonConfig* c) { c->mutable_control()->set_address("0.0.0.0:7411"); },
                 "control.tls: expected certificates, because 0.0.0.0:7411 can be reached"},
-        BadCase{"HalfTls", [](DaemonConfig* c) {
+        BadCase{"HalfTls",
+                [](DaemonConfig* c) {
                   c->mutable_control()->mutable_tls()->set_certificate_file("c");
                   c->mutable_control()->mutable_tls()->set_key_file("k");
-                }, "control.tls.ca_file: expected a PEM file, got nothing"},
+                },
+                "control.tls.ca_file: expected a PEM file, got nothing"},
         BadCase{"SocketDir", [](DaemonConfig* c) { c->mutable_data()->set_socket_dir("relative"); },
                 "data.socket_dir: expected an absolute path"},
         BadCase{"PortRange", [](DaemonConfig* c) { c->mutable_data()->set_ucx_port_range("9-5"); },
                 "data.ucx_port_range: expected \"first-last\""},
-        BadCase{"LogLevel", [](DaemonConfig* c) { c->mutable_log()->set_level("loud"); }, "log.level: expected"},
+        BadCase{"LogLevel", [](DaemonConfig* c) { c->mutable_log()->set_level("loud"); },
+                "log.level: expected"},
         BadCase{"Limit", [](DaemonConfig* c) { c->mutable_limits()->set_units_per_fetch(9999999); },
                 "limits.units_per_fetch: expected 1 to 1048576, got 9999999"}),
     [](const auto& test) { return std::string(test.param.name); });
@@ -153,7 +169,8 @@ TEST(ConfigTest, UnknownFieldsAreRefusedInTextAndJsonWithTheirPlace) {
 TEST(ConfigTest, JsonAndTextSayTheSame) {
   const auto json = ParseConfig(R"({"arenas": [{"tenant": "acme", "model": "m",
       "geometry": {"numLayers": 2, "numQHeads": 8, "numKvHeads": 2, "headDim": 64, "softmaxScale": 0.125},
-      "identity": {"weightsId": "w"}, "bytes": "1000000"}]})", "no extension");
+      "identity": {"weightsId": "w"}, "bytes": "1000000"}]})",
+                                "no extension");
   ASSERT_TRUE(json.ok()) << json.status();
   DaemonConfig filled = *json;
   FillDefaults(&filled);
@@ -169,7 +186,8 @@ TEST(ConfigTest, PrintedConfigIsReadBackAsTheSame) {
 TEST(ConfigTest, FlagsOverrideTheFile) {
   const std::string path = ::testing::TempDir() + "/kvd_config_test.textproto";
   std::ofstream(path) << kGood << " control { address: '127.0.0.1:1' }";
-  const auto line = ParseCommandLine({"--config", path, "--control-address=[::1]:0", "--log-level", "debug"});
+  const auto line =
+      ParseCommandLine({"--config", path, "--control-address=[::1]:0", "--log-level", "debug"});
   ASSERT_TRUE(line.ok());
   const auto config = LoadConfig(*line);
   ASSERT_TRUE(config.ok()) << config.status();
@@ -184,39 +202,46 @@ TEST(ConfigTest, EveryProblemIsListed) {
   EXPECT_THAT(config.status().message(), HasSubstr("log.level"));
   EXPECT_THAT(config.status().message(), HasSubstr("health_address"));
   EXPECT_THAT(config.status().message(), HasSubstr("arenas: "));
-  EXPECT_EQ(LoadConfig({.config_file = "/nowhere", .overrides = {}}).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(LoadConfig({.config_file = "/nowhere", .overrides = {}}).status().code(),
+            absl::StatusCode::kNotFound);
 }
 
 TEST(ConfigTest, WrongFlagsAreNamed) {
   EXPECT_THAT(ParseCommandLine({"--bogus"}).status().message(), HasSubstr("--bogus: unknown flag"));
-  EXPECT_THAT(ParseCommandLine({"config.textproto"}).status().message(), HasSubstr("expected a flag"));
-  EXPECT_THAT(ParseCommandLine({"--config"}).status().message(), HasSubstr("expected FILE after it"));
+  EXPECT_THAT(ParseCommandLine({"config.textproto"}).status().message(),
+              HasSubstr("expected a flag"));
+  EXPECT_THAT(ParseCommandLine({"--config"}).status().message(),
+              HasSubstr("expected FILE after it"));
   EXPECT_THAT(ParseCommandLine({"--help=yes"}).status().message(), HasSubstr("takes no value"));
   EXPECT_EQ(ParseCommandLine({"--check-config"})->action, CommandLine::Action::kCheckConfig);
 }
 
 TEST(ConfigTest, HelpNamesEveryFlag) {
-  for (const char* flag : {"--config", "--control-address", "--health-address", "--metrics-address", "--socket-dir",
-                           "--ready-file", "--log-level", "--log-format", "--insecure-allow", "--check-config",
-                           "--print-config", "--version", "--help"}) {
+  for (const char* flag :
+       {"--config", "--control-address", "--health-address", "--metrics-address", "--socket-dir",
+        "--ready-file", "--log-level", "--log-format", "--insecure-allow", "--check-config",
+        "--print-config", "--version", "--help"}) {
     EXPECT_THAT(HelpText(), HasSubstr(flag));
   }
 }
 
 // The binary itself: exit codes, and the example of deploy/examples.
 int Exit(const std::string& arguments) {
-  const int status = std::system((std::string(KVD_DAEMON) + " " + arguments + " >/dev/null 2>&1").c_str());
+  const int status =
+      std::system((std::string(KVD_DAEMON) + " " + arguments + " >/dev/null 2>&1").c_str());
   return WEXITSTATUS(status);
 }
 
 TEST(ConfigTest, BinaryAcceptsTheExampleAndRefusesWithExitCodeTwo) {
-  const std::string example = std::string("--config ") + KVD_SOURCE_DIR + "/deploy/examples/locks-kvd.textproto";
+  const std::string example =
+      std::string("--config ") + KVD_SOURCE_DIR + "/deploy/examples/locks-kvd.textproto";
   EXPECT_EQ(Exit(example + " --check-config"), 0);
   EXPECT_EQ(Exit(example + " --print-config"), 0);
   EXPECT_EQ(Exit("--help"), 0);
   EXPECT_EQ(Exit("--version"), 0);
   EXPECT_EQ(Exit("--bogus"), 2);
-  EXPECT_EQ(Exit(example + " --control-address 0.0.0.0:0"), 2) << "not beyond loopback without certificates";
+  EXPECT_EQ(Exit(example + " --control-address 0.0.0.0:0"), 2)
+      << "not beyond loopback without certificates";
 }
 
 }  // namespace

@@ -19,7 +19,9 @@ class DataPlaneTest : public ::testing::Test {
   DataPlaneTest()
       : config_(testing::TinyConfig(directory_.path())),
         sessions_(SessionTable::Options{.incarnation = {}, .clock = &clock_}) {}
-  absl::StatusOr<std::unique_ptr<DataPlane>> Make() { return DataPlane::Make(config_, 77, &sessions_, &metrics_); }
+  absl::StatusOr<std::unique_ptr<DataPlane>> Make() {
+    return DataPlane::Make(config_, 77, &sessions_, &metrics_);
+  }
 
   testing::ScratchDirectory directory_;
   locks_kvd::v1::DaemonConfig config_;
@@ -69,7 +71,8 @@ TEST_F(DataPlaneTest, WhatWasAskedForAndIsNotThereIsAnError) {
   config_.mutable_data()->set_socket_dir(directory_.path() + "/file");
   EXPECT_EQ(Make().status().code(), absl::StatusCode::kFailedPrecondition);
   config_.mutable_data()->set_socket_dir("/nowhere/deep");
-  EXPECT_THAT(Make().status().message(), HasSubstr("data.socket_dir /nowhere/deep: cannot be made"));
+  EXPECT_THAT(Make().status().message(),
+              HasSubstr("data.socket_dir /nowhere/deep: cannot be made"));
 }
 
 }  // namespace

@@ -58,7 +58,9 @@ class ForgetsTheHold : public Evictor {
 class HeadFirst : public Evictor {
  public:
   using Evictor::Evictor;
-  void Add(uint32_t slot, uint32_t page_idx, absl::Duration now) { Evictor::Add(slot, 100 - page_idx, now); }
+  void Add(uint32_t slot, uint32_t page_idx, absl::Duration now) {
+    Evictor::Add(slot, 100 - page_idx, now);
+  }
 };
 
 struct ModelPage {

@@ -1,23 +1,25 @@
 #include "service/health.h"
 
-#include <gtest/gtest.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
 
 #include <string>
 
 namespace kvd {
 namespace {
 
-// grpc.health.v1.Health/Check by hand: the request is field 1 (name), the reply field 1 (1 = SERVING). The
-// message classes do not come with gRPC's package.
+// grpc.health.v1.Health/Check by hand: the request is field 1 (name), the reply field 1 (1 =
+// SERVING). The message classes do not come with gRPC's package.
 struct Check {
   grpc::Status status;
   bool serving = false;
 };
 
-Check Ask(uint16_t port, const std::string& service, const char* method = "/grpc.health.v1.Health/Check") {
-  const auto channel = grpc::CreateChannel("127.0.0.1:" + std::to_string(port), grpc::InsecureChannelCredentials());
+Check Ask(uint16_t port, const std::string& service,
+          const char* method = "/grpc.health.v1.Health/Check") {
+  const auto channel =
+      grpc::CreateChannel("127.0.0.1:" + std::to_string(port), grpc::InsecureChannelCredentials());
   grpc::GenericStub stub(channel);
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
@@ -37,7 +39,8 @@ Check Ask(uint16_t port, const std::string& service, const char* method = "/grpc
   std::vector<grpc::Slice> slices;
   if (check.status.ok() && reply.Dump(&slices).ok()) {
     std::string bytes;
-    for (const grpc::Slice& each : slices) bytes.append(reinterpret_cast<const char*>(each.begin()), each.size());
+    for (const grpc::Slice& each : slices)
+      bytes.append(reinterpret_cast<const char*>(each.begin()), each.size());
     check.serving = bytes == std::string("\x08\x01");
   }
   return check;

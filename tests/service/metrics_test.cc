@@ -27,7 +27,8 @@ TEST(MetricsTest, LatencyFallsIntoTheFirstBucketThatHoldsIt) {
 }
 
 TEST(MetricsTest, BoundsGrow) {
-  for (size_t i = 1; i < kLatencyBounds.size(); ++i) EXPECT_LT(kLatencyBounds[i - 1], kLatencyBounds[i]);
+  for (size_t i = 1; i < kLatencyBounds.size(); ++i)
+    EXPECT_LT(kLatencyBounds[i - 1], kLatencyBounds[i]);
 }
 
 TEST(MetricsTest, NoEventIsLostBetweenThreads) {
@@ -53,7 +54,8 @@ class MetricsServerTest : public ::testing::Test {
     MetricsIdentity identity;
     identity.version = "9.9";
     identity.ucx = "none";
-    auto server = MetricsServer::Make("127.0.0.1:0", &metrics_, identity, [this] { return snapshot_; });
+    auto server =
+        MetricsServer::Make("127.0.0.1:0", &metrics_, identity, [this] { return snapshot_; });
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
   }
@@ -71,15 +73,20 @@ TEST_F(MetricsServerTest, FiguresAppearUnderTheirNamesAndLabels) {
   MetricsSnapshot::ArenaFigures arena;
   arena.tenant = "acme";
   arena.model = "m";
-  arena.slots_sealed = 7;
-  arena.match_hits = 11;
+  arena.stats.slots_sealed = 7;
+  arena.stats.matched_pages = 11;
   snapshot_.arenas = {arena};
   snapshot_.draining = true;
   const std::string text = Scrape();
   EXPECT_THAT(text, HasSubstr("locks_kvd_build_info{version=\"9.9\""));
-  EXPECT_THAT(text, HasSubstr("locks_kvd_fetch_requests_total{path=\"ucx\",status=\"RESOURCE_EXHAUSTED\"} 3"));
-  EXPECT_THAT(text, HasSubstr("locks_kvd_fetch_seconds_bucket{path=\"ucx\",size=\"le1M\",le=\"0.0001\"} 0"));
-  EXPECT_THAT(text, HasSubstr("locks_kvd_fetch_seconds_bucket{path=\"ucx\",size=\"le1M\",le=\"+Inf\"} 1"));
+  EXPECT_THAT(
+      text,
+      HasSubstr("locks_kvd_fetch_requests_total{path=\"ucx\",status=\"RESOURCE_EXHAUSTED\"} 3"));
+  EXPECT_THAT(
+      text,
+      HasSubstr("locks_kvd_fetch_seconds_bucket{path=\"ucx\",size=\"le1M\",le=\"0.0001\"} 0"));
+  EXPECT_THAT(
+      text, HasSubstr("locks_kvd_fetch_seconds_bucket{path=\"ucx\",size=\"le1M\",le=\"+Inf\"} 1"));
   EXPECT_THAT(text, HasSubstr("locks_kvd_rpc_requests_total{method=\"Match\",code=\"ABORTED\"} 2"));
   EXPECT_THAT(text, HasSubstr("locks_kvd_slots{arena=\"acme/m\",state=\"sealed\"} 7"));
   EXPECT_THAT(text, HasSubstr("locks_kvd_match_pages_total{result=\"hit\"} 11"));
@@ -100,8 +107,8 @@ TEST_F(MetricsServerTest, TenantLabelsAreBounded) {
 }
 
 TEST_F(MetricsServerTest, TakenPortIsReported) {
-  const auto second = MetricsServer::Make("127.0.0.1:" + std::to_string(server_->port()), &metrics_, {},
-                                          [] { return MetricsSnapshot(); });
+  const auto second = MetricsServer::Make("127.0.0.1:" + std::to_string(server_->port()), &metrics_,
+                                          {}, [] { return MetricsSnapshot(); });
   EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(second.status().message(), HasSubstr("metrics_address"));
 }

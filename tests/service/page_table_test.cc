@@ -37,7 +37,8 @@ TEST(PageTableTest, GenerationIsEvenOnlyWhileSealedAndOnlyGrows) {
   EXPECT_EQ(table.Evict(slot), 3u);
   EXPECT_EQ(table.Find(Page(1)), std::nullopt);
   EXPECT_EQ(table.Reserve(Page(2), 0), slot);
-  EXPECT_EQ(table.slot(slot).generation, 3u) << "a slot that is reserved again keeps its odd generation";
+  EXPECT_EQ(table.slot(slot).generation, 3u)
+      << "a slot that is reserved again keeps its odd generation";
   EXPECT_EQ(table.Seal(slot), 4u);
 }
 
@@ -116,13 +117,16 @@ TEST(PageTableTest, AgreesWithAModelUnderRandomOperations) {
       case 4:
         if (m.state != SlotState::kReserved) break;
         table.Quarantine(slot, now + absl::Seconds(5));
-        m = {.state = SlotState::kQuarantined, .generation = m.generation, .until = now + absl::Seconds(5)};
+        m = {.state = SlotState::kQuarantined,
+             .generation = m.generation,
+             .until = now + absl::Seconds(5)};
         break;
       default:
         now += absl::Seconds(random() % 3);
         table.FreeExpired(now);
         for (auto& [unused, each] : model) {
-          if (each.state == SlotState::kQuarantined && each.until <= now) each.state = SlotState::kFree;
+          if (each.state == SlotState::kQuarantined && each.until <= now)
+            each.state = SlotState::kFree;
         }
     }
     std::map<SlotState, uint32_t> counts;
@@ -135,8 +139,8 @@ TEST(PageTableTest, AgreesWithAModelUnderRandomOperations) {
       if (each.page < 0) continue;
       ASSERT_TRUE(slot_by_page.emplace(each.page, i).second) << "two slots, one page";
     }
-    for (const SlotState state : {SlotState::kFree, SlotState::kReserved, SlotState::kSealed,
-                                  SlotState::kQuarantined}) {
+    for (const SlotState state :
+         {SlotState::kFree, SlotState::kReserved, SlotState::kSealed, SlotState::kQuarantined}) {
       ASSERT_EQ(table.count(state), counts[state]) << "step " << step;
     }
     for (int p = 0; p < 12; ++p) {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "service/admin_service.h"
 #include "service/pool_service.h"
 #include "tests/service/arena_fixture.h"
 
@@ -26,8 +27,10 @@ class PoolFixture : public ::testing::Test {
     ArenaOptions rival = TinyOptions(2, &clock_);
     rival.tenant = "rival";
     rival_arena_ = MakeArena(rival);
-    sessions_ = std::make_unique<SessionTable>(SessionTable::Options{
-        .incarnation = incarnation_, .ttl = absl::Seconds(5), .sessions_per_tenant = 3, .clock = &clock_});
+    sessions_ = std::make_unique<SessionTable>(SessionTable::Options{.incarnation = incarnation_,
+                                                                     .ttl = absl::Seconds(5),
+                                                                     .sessions_per_tenant = 3,
+                                                                     .clock = &clock_});
     PoolOptions options;
     options.sessions = sessions_.get();
     options.sealer = &sealer_;
@@ -45,13 +48,15 @@ class PoolFixture : public ::testing::Test {
           return AdminService::DrainOutcome{true, 4};
         });
     grpc::ServerBuilder builder;
-    builder.AddListeningPort("127.0.0.1:0", credentials != nullptr ? credentials : grpc::InsecureServerCredentials(),
-                             &port_);
+    builder.AddListeningPort(
+        "127.0.0.1:0", credentials != nullptr ? credentials : grpc::InsecureServerCredentials(),
+        &port_);
     builder.RegisterService(pool_.get());
     builder.RegisterService(admin_.get());
     server_ = builder.BuildAndStart();
     if (credentials == nullptr) {
-      UseChannel(grpc::CreateChannel("127.0.0.1:" + std::to_string(port_), grpc::InsecureChannelCredentials()));
+      UseChannel(grpc::CreateChannel("127.0.0.1:" + std::to_string(port_),
+                                     grpc::InsecureChannelCredentials()));
     }
     PathOffers offers;
     offers.report = {"shared: no: a test"};
@@ -81,7 +86,8 @@ class PoolFixture : public ::testing::Test {
 
   // One unary call; the status is returned, the reply kept.
   template <typename Request, typename Reply>
-  grpc::Status Call(grpc::Status (v1::Pool::Stub::*method)(grpc::ClientContext*, const Request&, Reply*),
+  grpc::Status Call(grpc::Status (v1::Pool::Stub::*method)(grpc::ClientContext*, const Request&,
+                                                           Reply*),
                     const Request& request, Reply* reply) {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));

@@ -24,7 +24,8 @@ class PoolServiceTest : public PoolFixture {
  protected:
   // The status of a call that must fail.
   template <typename Request, typename Reply>
-  grpc::Status Fail(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Reply*), const Request& request) {
+  grpc::Status Fail(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Reply*),
+                    const Request& request) {
     Reply reply;
     return Call(method, request, &reply);
   }
@@ -69,13 +70,15 @@ TEST_F(PoolServiceTest, AttachRefusesWhatDoesNotFitAndSaysWhichSideToFix) {
   EXPECT_THAT(status.error_message(), HasSubstr("it has none"));
   status = refuse([](auto& r) { r.set_layout_fingerprint(r.layout_fingerprint() ^ 1); });
   EXPECT_EQ(status.error_code(), kPrecondition);
-  EXPECT_THAT(status.error_message(), HasSubstr("compare the client's geometry with arenas.geometry"));
+  EXPECT_THAT(status.error_message(),
+              HasSubstr("compare the client's geometry with arenas.geometry"));
   status = refuse([](auto& r) { r.set_model_fingerprint(std::string(32, 4)); });
   EXPECT_EQ(status.error_code(), kPrecondition);
   EXPECT_THAT(status.error_message(), HasSubstr("weights or RoPE differ"));
   EXPECT_EQ(refuse([](auto& r) { r.set_model_fingerprint("short"); }).error_code(), kInvalid);
   EXPECT_EQ(refuse([](auto& r) { r.clear_tenant(); }).error_code(), kInvalid);
-  EXPECT_EQ(refuse([](auto& r) { r.set_client_name(std::string(1000, 'x')); }).error_code(), kInvalid);
+  EXPECT_EQ(refuse([](auto& r) { r.set_client_name(std::string(1000, 'x')); }).error_code(),
+            kInvalid);
   EXPECT_EQ(sessions_->size(), 0u);
   for (int i = 0; i < 3; ++i) Attached();
   status = Fail(&Stub::Attach, AttachRequest());
@@ -92,7 +95,8 @@ TEST_F(PoolServiceTest, EveryCallChecksSessionAndIncarnation) {
   v1::SessionRef short_token = good;
   short_token.set_token("x");
   const auto check = [&](auto method, auto request) {
-    for (const auto& [session, code] : {std::pair{restarted, kAborted}, {unknown, kAborted}, {short_token, kInvalid}}) {
+    for (const auto& [session, code] :
+         {std::pair{restarted, kAborted}, {unknown, kAborted}, {short_token, kInvalid}}) {
       *request.mutable_session() = session;
       EXPECT_EQ(Fail(method, request).error_code(), code) << request.GetTypeName();
     }
@@ -151,7 +155,8 @@ TEST_F(PoolServiceTest, PageIsReservedWrittenSealedMatchedAndReleased) {
   ASSERT_EQ(Call(&Stub::Reserve, reserve, &reserved).error_code(), kOk);
   ASSERT_EQ(reserved.results_size(), 2);
   EXPECT_EQ(reserved.results(0).state(), v1::ReserveReply::STATE_NEW);
-  testing::WritePage(arena_.get(), IdOf(session), static_cast<Ticket>(reserved.results(0).ticket()), 0);
+  testing::WritePage(arena_.get(), IdOf(session), static_cast<Ticket>(reserved.results(0).ticket()),
+                     0);
 
   v1::SealRequest seal;
   *seal.mutable_session() = session;
@@ -283,7 +288,9 @@ TEST_F(PoolServiceTest, EveryCallIsCounted) {
   Attached();
   Fail(&Stub::Seal, v1::SealRequest());
   EXPECT_EQ(metrics_.rpc_requests[static_cast<size_t>(Rpc::kAttach)][0].value(), 1u);
-  EXPECT_EQ(metrics_.rpc_requests[static_cast<size_t>(Rpc::kSeal)][static_cast<size_t>(kInvalid)].value(), 1u);
+  EXPECT_EQ(
+      metrics_.rpc_requests[static_cast<size_t>(Rpc::kSeal)][static_cast<size_t>(kInvalid)].value(),
+      1u);
   EXPECT_EQ(metrics_.malformed_calls.value(), 1u);
 }
 
@@ -326,7 +333,8 @@ TEST_F(PoolServiceTlsTest, TenantIsTheCertificatesAndAStolenTokenIsUseless) {
   v1::DetachRequest detach;
   *detach.mutable_session() = reply.session();
   v1::DetachReply detached;
-  EXPECT_EQ(Call(&Stub::Detach, detach, &detached).error_code(), grpc::StatusCode::PERMISSION_DENIED);
+  EXPECT_EQ(Call(&Stub::Detach, detach, &detached).error_code(),
+            grpc::StatusCode::PERMISSION_DENIED);
   EXPECT_EQ(sessions_->size(), 1u);
   v1::StatsReply stats;
   ASSERT_TRUE(Call(&Stub::Stats, v1::StatsRequest(), &stats).ok());

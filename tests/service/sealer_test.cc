@@ -45,7 +45,8 @@ TEST(SealerTest, SmallBatchDoesNotWaitForAllOfALargeOne) {
     });
   });
   begun.WaitForNotification();
-  std::thread small([&] { sealer.Run(1, [&](size_t) { large_done_when_small_ran = large_done; }); });
+  std::thread small(
+      [&] { sealer.Run(1, [&](size_t) { large_done_when_small_ran = large_done; }); });
   absl::SleepFor(absl::Milliseconds(50));  // lets the small batch queue up behind the large one
   small_queued.Notify();
   small.join();
@@ -59,7 +60,8 @@ TEST(SealerTest, RecordsOfAPageAreThoseOfItsUnits) {
   std::vector<uint8_t> units(slot.slot_bytes());
   for (int layer = 0; layer < g.num_layers; ++layer) {
     const auto bytes = testing::UnitBytes(g, 1, 0, layer, 0);
-    std::copy(bytes.begin(), bytes.end(), units.begin() + static_cast<long>(slot.unit_offset(layer, 0)));
+    std::copy(bytes.begin(), bytes.end(),
+              units.begin() + static_cast<long>(slot.unit_offset(layer, 0)));
   }
   std::vector<uint8_t> records(slot.summary_bytes(), 0xEE);
   const QueryMetric none;
@@ -71,9 +73,11 @@ TEST(SealerTest, RecordsOfAPageAreThoseOfItsUnits) {
   std::vector<uint8_t> fine(slot.fine_bytes, 0xEE);
   ref::Summarize({g.head_dim, g.page_tokens, g.rank, g.dtype, g.rotated, Encoder::kE1,
                   units.data() + slot.unit_offset(1, 0), nullptr, coarse.data(), fine.data()});
-  EXPECT_EQ(std::memcmp(coarse.data(), records.data() + slot.coarse_offset(1, 0), coarse.size()), 0);
+  EXPECT_EQ(std::memcmp(coarse.data(), records.data() + slot.coarse_offset(1, 0), coarse.size()),
+            0);
   EXPECT_EQ(std::memcmp(fine.data(), records.data() + slot.fine_offset(1, 0), fine.size()), 0);
-  EXPECT_NE(std::memcmp(coarse.data(), records.data() + slot.coarse_offset(0, 0), coarse.size()), 0);
+  EXPECT_NE(std::memcmp(coarse.data(), records.data() + slot.coarse_offset(0, 0), coarse.size()),
+            0);
 }
 
 }  // namespace

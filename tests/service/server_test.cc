@@ -8,10 +8,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cstring>
 #include <fstream>
 #include <sstream>
 #include <thread>
 
+#include "client/ingest_channel.h"
 #include "proto/address.h"
 #include "proto/pool.grpc.pb.h"
 #include "tests/service/http_get.h"
@@ -60,16 +63,46 @@ struct Client {
     request.set_model_fingerprint(model.data(), model.size());
     return pool->Attach(&context, request, reply);
   }
-  // Reserves one page, so that something depends on the session.
-  grpc::Status Reserve(const v1::SessionRef& session, int page) const {
+  grpc::Status Reserve(const v1::SessionRef& session, int page, v1::ReserveReply* reply) const {
     grpc::ClientContext context;
     v1::ReserveRequest request;
     *request.mutable_session() = session;
     const PageKey key = testing::KeyOf(page);
     request.mutable_pages()->set_keys(key.data(), key.size());
     request.mutable_pages()->add_page_idx(0);
-    v1::ReserveReply reply;
-    return pool->Reserve(&context, request, &reply);
+    return pool->Reserve(&context, request, reply);
+  }
+  // Puts one page over UCX; leased to the session.
+  v1::SealReply::Result Put(const v1::AttachReply& attached, int page) const {
+    v1::ReserveReply reserved;
+    EXPECT_TRUE(Reserve(attached.session(), page, &reserved).ok());
+    const uint64_t ticket = reserved.results(0).ticket();
+    UcxOptions options;
+    options.devices = "lo";
+    auto worker = UcxWorker::Make(options);
+    EXPECT_TRUE(worker.ok()) << worker.status();
+    Incarnation incarnation;
+    SessionToken token;
+    std::memcpy(incarnation.data(), attached.session().incarnation().data(), incarnation.size());
+    std::memcpy(token.data(), attached.session().token().data(), token.size());
+    const KvGeometry g = testing::TinyGeometry();
+    const size_t unit_bytes = MakeSlotLayout(g).unit_bytes;
+    auto ingest = IngestChannel::Connect(worker->get(), attached.ucx().worker_address(),
+                                         incarnation, token, unit_bytes, absl::Seconds(10));
+    EXPECT_TRUE(ingest.ok()) << ingest.status();
+    for (uint16_t layer = 0; layer < g.num_layers; ++layer) {
+      const std::vector<uint8_t> bytes = testing::UnitBytes(g, page, 0, layer, 0);
+      const IngestUnit unit = {ticket, layer, 0, bytes.data()};
+      EXPECT_TRUE((*ingest)->Send({&unit, 1}, absl::Seconds(10)).ok());
+    }
+    grpc::ClientContext context;
+    v1::SealRequest request;
+    *request.mutable_session() = attached.session();
+    request.add_tickets(ticket);
+    v1::SealReply reply;
+    EXPECT_TRUE(pool->Seal(&context, request, &reply).ok());
+    EXPECT_EQ(reply.results(0).code(), 0u) << reply.results(0).message();
+    return reply.results(0);
   }
   v1::StatsReply Stats() const {
     grpc::ClientContext context;
@@ -97,9 +130,12 @@ class ServerTest : public ::testing::Test {
 };
 
 TEST_F(ServerTest, ServesWhatItSaysInTheReadyFileAndCleansUp) {
-  auto server = Start(config());
+  v1::DaemonConfig with_metrics = config();
+  with_metrics.set_metrics_address("127.0.0.1:0");
+  auto server = Start(with_metrics);
   v1::ReadyFile ready;
-  ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(ReadFile(directory_.path() + "/ready"), &ready));
+  ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(ReadFile(directory_.path() + "/ready"),
+                                                            &ready));
   EXPECT_EQ(ready.pid(), static_cast<uint64_t>(getpid()));
   EXPECT_EQ(ready.SerializeAsString(), server->ready().SerializeAsString());
   v1::AttachReply attached;
@@ -108,8 +144,10 @@ TEST_F(ServerTest, ServesWhatItSaysInTheReadyFileAndCleansUp) {
   ASSERT_TRUE(status.ok()) << status.error_message();
   EXPECT_EQ(attached.shared().socket_path(), ready.socket_path());
   EXPECT_TRUE(attached.has_ucx());
-  const std::string metrics = testing::HttpGet(Address::Parse(ready.metrics_address())->port, "/metrics");
-  EXPECT_THAT(metrics, HasSubstr("locks_kvd_incarnation_info{incarnation=\"" + ready.incarnation() + "\"} 1"));
+  const std::string metrics =
+      testing::HttpGet(Address::Parse(ready.metrics_address())->port, "/metrics");
+  EXPECT_THAT(metrics, HasSubstr("locks_kvd_incarnation_info{incarnation=\"" + ready.incarnation() +
+                                 "\"} 1"));
   EXPECT_THAT(metrics, HasSubstr("locks_kvd_sessions{role=\"client\"} 1"));
   EXPECT_EQ(metrics.find(attached.session().token()), std::string::npos);
   server.reset();
@@ -130,9 +168,11 @@ TEST_F(ServerTest, SilentSessionIsReapedAndItsSlotComesBackAfterTheQuarantine) {
   Client client(server->ready().control_address());
   v1::AttachReply attached;
   ASSERT_TRUE(client.Attach(&attached).ok());
-  ASSERT_TRUE(client.Reserve(attached.session(), 1).ok());
+  v1::ReserveReply reserved;
+  ASSERT_TRUE(client.Reserve(attached.session(), 1, &reserved).ok());
   EXPECT_TRUE(Eventually([&] { return client.Stats().sessions().empty(); }));
-  EXPECT_EQ(client.Reserve(attached.session(), 2).error_code(), grpc::StatusCode::ABORTED);
+  EXPECT_EQ(client.Reserve(attached.session(), 2, &reserved).error_code(),
+            grpc::StatusCode::ABORTED);
   EXPECT_TRUE(Eventually([&] { return client.Stats().arenas(0).slots_free() == 4; }));
 }
 
@@ -151,6 +191,37 @@ TEST_F(ServerTest, DrainWithoutLeasesIsCleanAndEndsTheProcessIfAskedTo) {
   EXPECT_TRUE(client.Stats().draining());
   v1::AttachReply attached;
   EXPECT_EQ(client.Attach(&attached).error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(ServerTest, DrainWaitsForLeasesAndSaysHowManyItCutOff) {
+  v1::DaemonConfig patient = config();
+  patient.mutable_times()->set_session_ttl_ms(60000);
+  auto server = Start(patient);
+  Client client(server->ready().control_address());
+  v1::AttachReply attached;
+  ASSERT_TRUE(client.Attach(&attached).ok());
+  const auto sealed = client.Put(attached, 1);
+  const DrainResult cut_off = server->Drain(absl::Milliseconds(30), "test");
+  EXPECT_FALSE(cut_off.clean);
+  EXPECT_EQ(cut_off.leases_left, 1u);
+  std::atomic<bool> ended{false};
+  DrainResult result;
+  std::thread drain([&] {
+    result = server->Drain(absl::Seconds(30), "test");
+    ended = true;
+  });
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(50));  // a drain that does not wait has ended by now
+  EXPECT_FALSE(ended);
+  grpc::ClientContext context;
+  v1::ReleaseRequest release;
+  *release.mutable_session() = attached.session();
+  release.add_slots(sealed.slot());
+  release.add_generations(sealed.generation());
+  v1::ReleaseReply released;
+  EXPECT_TRUE(client.pool->Release(&context, release, &released).ok());
+  drain.join();
+  EXPECT_TRUE(result.clean);
 }
 
 TEST_F(ServerTest, ConfigurationIsShownToAdmins) {
@@ -182,14 +253,17 @@ class DaemonProcessTest : public ServerTest {
  protected:
   void Launch() {
     const std::string file = directory_.path() + "/config.textproto";
-    std::ofstream(file) << PrintConfig(config());
+    v1::DaemonConfig patient = config();
+    patient.mutable_times()->set_session_ttl_ms(60000);
+    std::ofstream(file) << PrintConfig(patient);
     pid_ = fork();
     if (pid_ == 0) {
       execl(KVD_DAEMON, "locks-kvd", "--config", file.c_str(), "--log-level", "warn", nullptr);
       _exit(127);
     }
     ASSERT_TRUE(Eventually([&] { return Exists(directory_.path() + "/ready"); }));
-    ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(ReadFile(directory_.path() + "/ready"), &ready_));
+    ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(
+        ReadFile(directory_.path() + "/ready"), &ready_));
   }
   int Wait() const {
     int status = 0;
@@ -209,12 +283,12 @@ TEST_F(DaemonProcessTest, SigtermDrainsAndExitsWithZero) {
   EXPECT_FALSE(Exists(ready_.socket_path()));
 }
 
-TEST_F(DaemonProcessTest, DrainWaitsForLeasesAndASecondSignalEndsItAtOnce) {
+TEST_F(DaemonProcessTest, SecondSignalEndsADrainAtOnce) {
   Launch();
   Client client(ready_.control_address());
-  // A hit leases: another session's reservation would not do. Keep the session alive by its stream.
   v1::AttachReply attached;
   ASSERT_TRUE(client.Attach(&attached).ok());
+  client.Put(attached, 1);  // leased: the drain has something to wait for
   grpc::ClientContext context;
   auto stream = client.pool->Session(&context);
   v1::SessionPing ping;
@@ -225,10 +299,8 @@ TEST_F(DaemonProcessTest, DrainWaitsForLeasesAndASecondSignalEndsItAtOnce) {
   kill(pid_, SIGINT);
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.draining().reason(), "signal 2");
-  // Nothing is leased, so this drain ends by itself, or by the second signal: at once either way.
   kill(pid_, SIGINT);
-  const int code = Wait();
-  EXPECT_TRUE(code == 0 || code == 1) << code;
+  EXPECT_EQ(Wait(), 1);
 }
 
 TEST_F(DaemonProcessTest, KilledDaemonsSocketDoesNotKeepTheNextOneFromStarting) {

@@ -107,7 +107,8 @@ TEST_F(SessionStreamTest, BadPingsEndTheStream) {
   ASSERT_TRUE(stream->Ping(first));
   stream->Read();
   ASSERT_TRUE(stream->Ping(second));
-  EXPECT_EQ(stream->End().error_code(), grpc::StatusCode::INVALID_ARGUMENT) << "one stream, one session";
+  EXPECT_EQ(stream->End().error_code(), grpc::StatusCode::INVALID_ARGUMENT)
+      << "one stream, one session";
 }
 
 TEST_F(SessionStreamTest, EverySessionLearnsOfADrainOnceEarlyOrLate) {

@@ -17,8 +17,10 @@ class SessionTableTest : public ::testing::Test {
   SessionTableTest() {
     incarnation_.fill(7);
     arena_ = testing::MakeArena(testing::TinyOptions(4, &clock_));
-    table_ = std::make_unique<SessionTable>(SessionTable::Options{
-        .incarnation = incarnation_, .ttl = absl::Seconds(5), .sessions_per_tenant = 2, .clock = &clock_});
+    table_ = std::make_unique<SessionTable>(SessionTable::Options{.incarnation = incarnation_,
+                                                                  .ttl = absl::Seconds(5),
+                                                                  .sessions_per_tenant = 2,
+                                                                  .clock = &clock_});
   }
   AttachedSession Attach() {
     const auto session = table_->Attach(arena_, "test");

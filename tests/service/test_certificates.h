@@ -3,6 +3,7 @@
 #ifndef LOCKS_KVD_TESTS_SERVICE_TEST_CERTIFICATES_H_
 #define LOCKS_KVD_TESTS_SERVICE_TEST_CERTIFICATES_H_
 
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -10,8 +11,6 @@
 #include <memory>
 #include <sstream>
 #include <string>
-
-#include <grpcpp/grpcpp.h>
 
 #include "proto/config.pb.h"
 
@@ -30,14 +29,16 @@ class TestCertificates {
 
   std::string Path(const std::string& name) const { return directory_ + "/" + name; }
 
-  // <name>.pem and <name>.key, signed by `ca`, with the SANs as openssl writes them. `days` of -1: expired.
-  void Issue(const std::string& name, const std::string& ca, const std::string& sans, int days = 2) const {
+  // <name>.pem and <name>.key, signed by `ca`, with the SANs as openssl writes them. `days` of -1:
+  // expired.
+  void Issue(const std::string& name, const std::string& ca, const std::string& sans,
+             int days = 2) const {
     std::ofstream(Path(name + ".ext")) << "subjectAltName=" << sans << "\n";
-    Run("openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=" + name + " -keyout " +
-        Path(name + ".key") + " -out " + Path(name + ".csr"));
+    Run("openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=" +
+        name + " -keyout " + Path(name + ".key") + " -out " + Path(name + ".csr"));
     const std::string sign = "-in " + Path(name + ".csr") + " -out " + Path(name + ".pem");
-    const std::string by = " -CA " + Path(ca + ".pem") + " -CAkey " + Path(ca + ".key") + " -CAcreateserial -extfile " +
-                           Path(name + ".ext");
+    const std::string by = " -CA " + Path(ca + ".pem") + " -CAkey " + Path(ca + ".key") +
+                           " -CAcreateserial -extfile " + Path(name + ".ext");
     Run("openssl x509 -req " + sign + by + " -days " + std::to_string(days));
   }
 
@@ -59,7 +60,8 @@ class TestCertificates {
     }
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    return grpc::CreateCustomChannel("localhost:" + std::to_string(port), grpc::SslCredentials(options), arguments);
+    return grpc::CreateCustomChannel("localhost:" + std::to_string(port),
+                                     grpc::SslCredentials(options), arguments);
   }
 
   static std::string Read(const std::string& path) {
@@ -70,8 +72,9 @@ class TestCertificates {
 
  private:
   void MakeCa(const std::string& name) const {
-    Run("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=" + name +
-        " -keyout " + Path(name + ".key") + " -out " + Path(name + ".pem"));
+    Run("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj "
+        "/CN=" +
+        name + " -keyout " + Path(name + ".key") + " -out " + Path(name + ".pem"));
   }
   static void Run(const std::string& command) {
     ASSERT_EQ(std::system((command + " 2>/dev/null").c_str()), 0) << command;

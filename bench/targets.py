@@ -1,0 +1,44 @@
+"""Judges the project's speed targets against a folder of results. Called by bench/targets.sh."""
+
+import json
+import pathlib
+import sys
+
+# name, results file, figure, what is compared ("ratio" or "value"), at least
+TARGETS = [
+    ("shared path over memcpy, 512 x 8 KiB", "fetch_bench.json", "fetch/shared/512x8KiB", "ratio", 0.8),
+    ("ucx list over gather + one message, 512 x 8 KiB", "fetch_bench.json", "fetch/ucx/512x8KiB", "ratio", 0.8),
+    ("ucx list over single requests, 512 x 8 KiB", "fetch_bench.json",
+     "fetch/ucx_over_single_requests/512x8KiB", "ratio", 2.0),
+    ("shared path over NIXL in shared memory", "peers.json", "peers/shared_over_nixl_shm", "ratio", 1.4),
+    ("ucx path over NIXL over TCP", "peers.json", "peers/ucx_over_nixl_tcp", "ratio", 5.0),
+    ("ucx path over Mooncake over TCP", "peers.json", "peers/ucx_over_mooncake_tcp", "ratio", 5.0),
+    ("full score over plain read, one core, G 4", "kernel_bench.json", "score/full/D128_B16_R8_G4", "ratio", 0.25),
+    ("coarse score over plain read, one core, G 4", "kernel_bench.json", "score/coarse/D128_B16_R8_G4", "ratio", 0.2),
+]
+
+
+def load(folder, name):
+    path = pathlib.Path(folder) / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def main(folder):
+    short = 0
+    print(f"{'target':50} {'figure':>9} {'at least':>9}  {'':5} {'commit':14} machine")
+    for name, file, figure, field, bound in TARGETS:
+        results = load(folder, file)
+        found = [f for f in results["figures"] if f["name"] == figure] if results else []
+        if not found:
+            short += 1
+            print(f"{name:50} {'-':>9} {bound:9.3f}  short no result: {folder}/{file} has no {figure}")
+            continue
+        value = found[0][field]
+        verdict = "ok" if value >= bound else "short"
+        short += verdict == "short"
+        print(f"{name:50} {value:9.3f} {bound:9.3f}  {verdict:5} {results['commit']:14} {results['machine']}")
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

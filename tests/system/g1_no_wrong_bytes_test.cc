@@ -1,0 +1,138 @@
+// G1: a fetch returns the sealed bytes of that page or says that it is missing. A writer reseals an
+// arena that is far too small while readers fetch with live and stale generations on both paths.
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "tests/system/system_worker.h"
+
+namespace kvd::testing {
+namespace {
+
+// The versions sealed last, newest at the end. Old ones stay in it on purpose.
+class Recent {
+ public:
+  void Add(std::span<const SealedVersion> pages) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pages_.insert(pages_.end(), pages.begin(), pages.end());
+    while (pages_.size() > kKept) pages_.pop_front();
+  }
+  // Half from the newest few, which live, half from anywhere.
+  std::vector<SealedVersion> Sample(size_t count, std::mt19937_64& random) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<SealedVersion> sample;
+    if (pages_.empty()) return sample;
+    const size_t newest = std::min<size_t>(pages_.size(), 16);
+    for (size_t i = 0; i < count; ++i) {
+      const size_t at = i % 2 == 0 ? pages_.size() - 1 - random() % newest  //
+                                   : random() % pages_.size();
+      sample.push_back(pages_[at]);
+    }
+    return sample;
+  }
+
+ private:
+  static constexpr size_t kKept = 96;
+  mutable std::mutex mutex_;
+  std::deque<SealedVersion> pages_;
+};
+
+class NoWrongBytesTest : public ::testing::TestWithParam<PathKind> {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(HaveDaemonBinary()) << "build locks-kvd first";
+    DaemonSpec spec;
+    spec.geometry = SmallGeometry();
+    spec.session_ttl_ms = 10000;  // the machine may be busy; nothing here waits for it
+    spec.arena_bytes = MakeSlotLayout(spec.geometry).slot_bytes() * kSlots;
+    auto daemon = DaemonProcess::Start(spec);
+    ASSERT_TRUE(daemon.ok()) << daemon.status();
+    daemon_ = *std::move(daemon);
+  }
+  std::unique_ptr<SystemWorker> Connect(PathKind path) {
+    auto worker = SystemWorker::Make(OptionsFor({daemon_->address()}, path));
+    EXPECT_TRUE(worker.ok()) << worker.status();
+    return worker.ok() ? *std::move(worker) : nullptr;
+  }
+
+  static constexpr uint64_t kSlots = 40;
+  static constexpr uint64_t kPages = 64;  // more than fit, so that each is put again and again
+  static constexpr uint64_t kBatch = 8;
+  std::unique_ptr<DaemonProcess> daemon_;
+};
+
+TEST_P(NoWrongBytesTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing) {
+  auto writer = Connect(PathKind::kShared);
+  auto reader = Connect(GetParam());
+  ASSERT_TRUE(writer != nullptr && reader != nullptr);
+  Recent recent;
+  std::atomic<bool> stop{false};
+  int64_t num_sealed = 0;
+  int64_t num_failed = 0;
+  std::thread writing([&] {
+    for (uint64_t write = 1; !stop; ++write) {
+      const auto versions = VersionsOf(write * kBatch % kPages, kBatch, write);
+      const PutReport report = writer->Put(versions);
+      num_failed += report.num_failed;
+      const auto sealed = NewPages(versions, report);
+      num_sealed += static_cast<int64_t>(sealed.size());
+      recent.Add(sealed);
+    }  // the report's leases end with it: its pages may be evicted while they are read
+  });
+  std::mt19937_64 random(1);
+  Fetched total;
+  const std::shared_ptr<Attachment> attachment = reader->attachment();
+  const absl::Time end = absl::Now() + absl::Seconds(5);
+  while (absl::Now() < end && total.num_wrong == 0) {
+    const auto pages = recent.Sample(16, random);
+    const Fetched one = reader->Fetch(*attachment->fetcher, pages, absl::Seconds(10));
+    if (one.code != absl::StatusCode::kOk) total.code = one.code;
+    total.num_exact += one.num_exact;
+    total.num_missing += one.num_missing;
+    total.num_wrong += one.num_wrong;
+  }
+  stop = true;
+  writing.join();
+  EXPECT_EQ(total.code, absl::StatusCode::kOk);
+  EXPECT_EQ(total.num_wrong, 0);
+  EXPECT_GT(total.num_exact, 1000);
+  EXPECT_GT(total.num_missing, 1000);
+  EXPECT_GT(num_sealed, static_cast<int64_t>(4 * kSlots));  // every slot was reused
+  EXPECT_EQ(num_failed, 0);
+  RecordProperty("exact", static_cast<int>(total.num_exact));
+  RecordProperty("missing", static_cast<int>(total.num_missing));
+}
+
+// The comparison above is able to fail: a version is not its successor.
+TEST_P(NoWrongBytesTest, AnotherVersionOfThePageIsToldApart) {
+  auto worker = Connect(GetParam());
+  ASSERT_NE(worker, nullptr);
+  const auto versions = VersionsOf(0, 4, 1);
+  const PutReport report = worker->Put(versions);
+  auto sealed = NewPages(versions, report);
+  ASSERT_EQ(sealed.size(), 4u) << report.first_failure;
+  const std::shared_ptr<Attachment> attachment = worker->attachment();
+  const auto units = static_cast<int64_t>(4 * worker->shape().units_per_page());
+  EXPECT_EQ(worker->Fetch(*attachment->fetcher, sealed, absl::Seconds(10)).num_exact, units);
+  auto other = sealed;
+  for (SealedVersion& page : other) ++page.version.write;
+  EXPECT_EQ(worker->Fetch(*attachment->fetcher, other, absl::Seconds(10)).num_wrong, units);
+  std::swap(sealed[0].ref.slot, sealed[1].ref.slot);
+  EXPECT_EQ(worker->Fetch(*attachment->fetcher, sealed, absl::Seconds(10)).num_exact, units / 2);
+  for (SealedVersion& page : other) page.ref.generation += 2;
+  EXPECT_EQ(worker->Fetch(*attachment->fetcher, other, absl::Seconds(10)).num_missing, units);
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, NoWrongBytesTest,
+                         ::testing::Values(PathKind::kShared, PathKind::kUcx),
+                         [](const auto& parameter) {
+                           const absl::string_view name = PathName(parameter.param);
+                           return std::string(name.data(), name.size());
+                         });
+
+}  // namespace
+}  // namespace kvd::testing
