@@ -22,6 +22,10 @@ bash deploy/install_deps.sh build
 # The trace tool's own test needs numpy and the weights; without them it says that it was skipped.
 bash deploy/install_deps.sh trace || echo "run.sh: no Python packages: the trace tests will be SKIPPED"
 
+if [ -x build/venv/bin/python ]; then build/venv/bin/python -B bench/trace/test_trace.py; else
+  echo "run.sh: trace tests SKIPPED: no build/venv"
+fi
+
 jobs=$(nproc)
 nvcc_major=$( (nvcc --version 2>/dev/null || true) | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
 if [ "${nvcc_major:-0}" -ge 13 ]; then
