@@ -1,224 +1,360 @@
-// Fetches of random units between two processes, beside what bounds them in the same run: a memcpy of the
-// same pieces (shared path), and a plain gather followed by one UCX active message (ucx path).
+// How fast chosen units come from another process, on each path, beside what bounds it.
 //
-// Goal: shared >= 0.8 of memcpy; ucx >= 0.8 of the plain message and at least twice as fast as single
-// requests. Method: a daemon's data plane and a worker, each on a core of its own; every round draws a new
-// list and measures every way once, so that a disturbance meets all of them; medians; all bytes are checked.
+// usage: fetch_bench [--units=512] [--repetitions=N] [--json=FILE]
+// A child process serves a 1 GiB host arena of 8 KiB units; this one fetches random lists of them and checks
+// every byte. Limits, measured in the same run and interleaved with what they bound:
+//   shared  memcpy of the same pieces out of the same mapping
+//   ucx     a plain gather in the child followed by one UCX active message of that many bytes
 
 #include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <random>
-#include <thread>
+#include <string>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
-#include "bench/plain_ucx.h"
+#include "absl/time/clock.h"
 #include "bench/report.h"
-#include "client/path.h"
 #include "client/shared_fetcher.h"
-#include "kernels/check.h"
-#include "proto/ucx_worker.h"
+#include "client/ucx_fetcher.h"
+#include "proto/fd_channel.h"
+#include "proto/status.h"
+#include "proto/ucx_link.h"
 #include "tests/support/data_plane.h"
 
+ABSL_FLAG(int, units, 512, "units a list");
+ABSL_FLAG(int, repetitions, 200, "lists timed for each figure");
 ABSL_FLAG(std::string, json, "", "write the figures to this file");
-ABSL_FLAG(int, rounds, 60, "rounds that are measured, after a tenth as many that are not");
-ABSL_FLAG(int, units, 512, "units of one list");
-ABSL_FLAG(int, pages, 512, "pages of 2 MiB in the arena");
 
 namespace kvd::bench {
 namespace {
 
+constexpr uint64_t kArenaBytes = uint64_t{1} << 30;
+
+KvGeometry BenchGeometry() {
+  KvGeometry geometry;
+  geometry.num_layers = 8;
+  geometry.num_q_heads = 32;
+  geometry.num_kv_heads = 8;
+  geometry.head_dim = 128;
+  geometry.softmax_scale = 0.088388f;
+  return geometry;
+}
+
 void PinTo(int core) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (core >= 0) {
-    CPU_SET(static_cast<size_t>(core), &set);
-  } else {
-    for (size_t i = 0; i < std::thread::hardware_concurrency(); ++i) CPU_SET(i, &set);
-  }
+  CPU_SET(core % static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)), &set);
   sched_setaffinity(0, sizeof(set), &set);
 }
 
-double Microseconds(const std::function<void()>& work) {
-  const auto start = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
-}
+double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now() - start); }
 
-std::unique_ptr<Fetcher> Open(const locks_kvd::v1::AttachReply& offer, UcxWorker* worker, PathKind path) {
-  PathOptions options;
-  options.best = path;
-  options.required = path;
-  auto chosen = ChoosePath(offer, ShapeOf(offer), worker, options);
-  if (!chosen.ok()) std::fprintf(stderr, "%s\n", chosen.status().ToString().c_str());
-  KVD_CHECK(chosen.ok() && chosen->report.path == path);
-  std::printf("path %-6s canary %.2f GB/s\n", std::string(PathName(path)).c_str(),
-              chosen->report.canary_bytes_per_second / 1e9);
-  return std::move(chosen->fetcher);
-}
+// --- the child: a daemon's data plane, and the reference answer ----------------------------------
 
-class Bench {
+// Answers a request with a plain gather of `count` pieces and one message: what ucx is compared with.
+class PlainAnswer final : public UcxReceiver, public UcxSend {
  public:
-  Bench(ChildDaemon* daemon, UcxWorker* worker, size_t num_units)
-      : daemon_(daemon), slot_(ShapeOf(daemon->offer).slot), entries_(num_units), pages_(num_units),
-        destinations_(num_units), valid_(num_units), plain_(daemon->offer) {
-    buffer_.Reserve(num_units * slot_.unit_bytes);
-    for (size_t i = 0; i < num_units; ++i) destinations_[i] = buffer_.data() + i * slot_.unit_bytes;
-    shared_ = Open(daemon->offer, worker, PathKind::kShared);
-    ucx_ = Open(daemon->offer, worker, PathKind::kUcx);
-    DescriptorRequest request;
-    request.incarnation = IncarnationOf(daemon->offer);
-    request.session = TokenOf(daemon->offer);
-    memory_ = *ArenaMemory::MapShared(
-        ShapeOf(daemon->offer), *ReceiveDescriptors(daemon->offer.shared().socket_path(), request, absl::Seconds(5)));
-    plain_.Pause();
+  PlainAnswer(UcxWorker* worker, const ArenaMemory* memory) : worker_(worker), memory_(memory) {}
+
+  void OnMessage(const MessageHeader& request, UcxPayload&) override {
+    UcxEndpoint* peer = worker_->FindPeer(request.session, ChannelOf(request.request));
+    if (peer == nullptr || busy_) return;
+    const ArenaShape& shape = memory_->shape();
+    buffer_.resize(request.count * shape.slot.unit_bytes);
+    for (uint32_t i = 0; i < request.count; ++i) {
+      const auto slot = static_cast<uint32_t>(random_() % shape.num_slots);
+      const int layer = static_cast<int>(random_() % static_cast<unsigned>(shape.slot.num_layers));
+      std::memcpy(buffer_.data() + i * shape.slot.unit_bytes, memory_->unit(slot, layer, 0), shape.slot.unit_bytes);
+    }
+    header = request;
+    header.type = MessageType::kIngestAck;
+    busy_ = true;
+    worker_->Send(peer, *this, buffer_);
+  }
+  void OnSent(bool) override { busy_ = false; }
+
+ private:
+  UcxWorker* worker_;
+  const ArenaMemory* memory_;
+  std::mt19937 random_{1};
+  std::vector<uint8_t> buffer_;
+  bool busy_ = false;
+};
+
+void WriteWhole(int fd, const void* data, size_t bytes) {
+  const auto* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = write(fd, at, bytes);
+    if (n <= 0) _exit(1);
+    at += n;
+    bytes -= static_cast<size_t>(n);
+  }
+}
+
+bool ReadWhole(int fd, void* data, size_t bytes) {
+  auto* at = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = read(fd, at, bytes);
+    if (n <= 0) return false;
+    at += n;
+    bytes -= static_cast<size_t>(n);
+  }
+  return true;
+}
+
+[[noreturn]] void Serve(int to_parent, int from_parent) {
+  PinTo(0);
+  TestDaemon::Options options;
+  options.geometry = BenchGeometry();
+  options.bytes = kArenaBytes;
+  {
+    TestDaemon daemon(options);
+    const locks_kvd::v1::AttachReply offer = daemon.Attach();
+    const uint64_t num_pages = ShapeOf(offer).num_slots - 1;  // one slot is the canary's
+    std::vector<TestPage> pages;
+    for (uint64_t p = 0; p < num_pages; ++p) {
+      pages.push_back(daemon.PutPage(offer, p, 1));
+      if (p % 64 == 0) std::fprintf(stderr, "\rfetch_bench: filling the arena %3.0f%%", 100.0 * static_cast<double>(p) / static_cast<double>(num_pages));
+    }
+    std::fprintf(stderr, "\n");
+    PlainAnswer plain(daemon.worker.get(), &daemon.arena->memory());
+    daemon.worker->SetReceiver(MessageType::kIngest, &plain);
+    const std::string text = offer.SerializeAsString();
+    const uint64_t sizes[2] = {text.size(), pages.size()};
+    WriteWhole(to_parent, sizes, sizeof(sizes));
+    WriteWhole(to_parent, text.data(), text.size());
+    WriteWhole(to_parent, pages.data(), pages.size() * sizeof(TestPage));
+    char byte;
+    while (read(from_parent, &byte, 1) > 0) {
+    }
+    daemon.worker->SetReceiver(MessageType::kIngest, nullptr);
+  }
+  _exit(0);
+}
+
+// --- this process ----------------------------------------------------------------------------------
+
+// One list, its destinations and what it must bring.
+struct Fetch {
+  std::vector<FetchEntry> entries;
+  std::vector<uint64_t> page;
+  std::vector<uint8_t> memory;
+  std::vector<uint8_t*> destinations;
+  std::vector<uint8_t> valid;
+  FetchList list;
+};
+
+class FetchBench {
+ public:
+  FetchBench(locks_kvd::v1::AttachReply offer, std::vector<TestPage> pages)
+      : offer_(std::move(offer)), pages_(std::move(pages)), shape_(ShapeOf(offer_)) {}
+
+  absl::Status Connect() {
+    KVD_ASSIGN_OR_RETURN(shared_memory_, MapArena());
+    KVD_ASSIGN_OR_RETURN(auto memory, MapArena());
+    shared_ = std::make_unique<SharedFetcher>(std::move(memory));
+    UcxOptions options;
+    options.devices = "lo";
+    KVD_ASSIGN_OR_RETURN(worker_, UcxWorker::Make(options));
+    const std::string& address = offer_.ucx().worker_address();
+    KVD_ASSIGN_OR_RETURN(ucx_, UcxFetcher::Connect(worker_.get(), address, IncarnationOf(offer_), TokenOf(offer_),
+                                                   shape_.slot, absl::Seconds(5)));
+    KVD_ASSIGN_OR_RETURN(link_, UcxLink::Connect(worker_.get(), address, IncarnationOf(offer_), TokenOf(offer_),
+                                                 &answer_, absl::Seconds(5)));
+    return absl::OkStatus();
   }
 
-  void Round(bool measured) {
-    Draw();
-    Measure(memcpy_us_, measured, [&] { Copy(); });
-    Measure(shared_us_, measured, [&] { Fetch(*shared_); });
-    Measure(ucx_us_, measured, [&] { Fetch(*ucx_); });
-    Measure(single_us_, measured, [&] { FetchSingly(); });
-    plain_.Resume();
-    MeasurePlain(plain_4m_us_, measured, size_t{4} << 20);
-    MeasurePlain(plain_1m_us_, measured, size_t{1} << 20);
-    plain_.Pause();
-  }
-
-  void Report(Report& report) const {
-    const double memcpy_us = Median(memcpy_us_);
-    const double plain_us = Median(plain_4m_us_);
-    const std::string list = absl::StrCat(entries_.size(), "x", slot_.unit_bytes / 1024, "KiB");
-    report.Add({absl::StrCat("memcpy_", list), memcpy_us, "us", 0, 0});
-    report.Add({absl::StrCat("shared_fetch_", list), Median(shared_us_), "us", memcpy_us,
-                memcpy_us / Median(shared_us_)});
-    report.Add({absl::StrCat("plain_ucx_one_message_", list), plain_us, "us", 0, 0});
-    report.Add({absl::StrCat("plain_ucx_1MiB_messages_", list), Median(plain_1m_us_), "us", 0, 0});
-    report.Add({absl::StrCat("ucx_fetch_", list), Median(ucx_us_), "us", plain_us, plain_us / Median(ucx_us_)});
-    report.Add({absl::StrCat("ucx_single_requests_", list), Median(single_us_), "us", Median(ucx_us_),
-                Median(single_us_) / Median(ucx_us_)});
-    report.Check("bytes", wrong_ == 0, absl::StrCat(wrong_, " wrong units"));
+  void Run(Report* report) {
+    const int units = absl::GetFlag(FLAGS_units), repetitions = absl::GetFlag(FLAGS_repetitions);
+    std::vector<double> copy, shared, plain, ucx, single;
+    int64_t wrong = 0, missing = 0, checked = 0;
+    const auto check = [&](const Fetch& fetch) {
+      for (size_t i = 0; i < fetch.entries.size(); ++i) {
+        const FetchEntry& e = fetch.entries[i];
+        if (!fetch.valid[i]) ++missing;
+        const std::vector<uint8_t> want = UnitBytes(shape_.slot, fetch.page[i], 1, e.layer, e.head);
+        if (fetch.valid[i] && std::memcmp(want.data(), fetch.destinations[i], want.size()) != 0) ++wrong;
+        ++checked;
+      }
+    };
+    for (int r = 0; r < repetitions; ++r) {
+      // A list of its own for each, so that none finds its pieces in the cache; in turns of who goes first.
+      Fetch copied = MakeFetch(units), mapped = MakeFetch(units), fetch = MakeFetch(units);
+      const bool verify = r % 20 == 0;  // making the expected bytes takes far longer than the fetch
+      if (r % 2 == 0) copy.push_back(TimeCopy(copied));
+      shared.push_back(TimeFetch(*shared_, mapped));
+      if (r % 2 != 0) copy.push_back(TimeCopy(copied));
+      if (verify) check(mapped);
+      ucx.push_back(TimeFetch(*ucx_, fetch));
+      if (verify) check(fetch);
+      plain.push_back(TimePlain(units));
+      if (r % 10 == 0) single.push_back(TimeSingles(fetch));
+      if (r % 10 == 0) std::fprintf(stderr, "\rfetch_bench: %3d%%", 100 * r / repetitions);
+    }
+    std::fprintf(stderr, "\rfetch_bench: 100%%\n");
+    const double bytes = static_cast<double>(units) * static_cast<double>(shape_.slot.unit_bytes);
+    const auto rate = [&](std::vector<double> seconds) { return bytes / Median(std::move(seconds)) / 1e9; };
+    const auto name = [&](const char* what) { return absl::StrCat("fetch/", what, "/", units, "x8KiB"); };
+    report->Add({name("memcpy"), rate(copy), "GB/s", 0, 0});
+    report->Add({name("shared"), rate(shared), "GB/s", rate(copy), rate(shared) / rate(copy)});
+    report->Add({name("shared_us"), Median(shared) * 1e6, "us", Median(copy) * 1e6, 0});
+    report->Add({name("plain_gather_and_one_message"), rate(plain), "GB/s", 0, 0});
+    report->Add({name("ucx"), rate(ucx), "GB/s", rate(plain), rate(ucx) / rate(plain)});
+    report->Add({name("ucx_us"), Median(ucx) * 1e6, "us", Median(plain) * 1e6, 0});
+    report->Add({name("ucx_single_requests"), rate(single), "GB/s", 0, 0});
+    report->Add({name("ucx_over_single_requests"), rate(ucx) / rate(single), "times", 2, rate(ucx) / rate(single)});
+    report->Check("every byte of the checked lists", wrong == 0 && missing == 0 && checked > 0,
+                  absl::StrCat(wrong, " wrong and ", missing, " missing of ", checked, " units"));
+    report->Check("every reference message came", answer_.failures == 0, absl::StrCat(answer_.failures.load(), " did not"));
   }
 
  private:
-  void Draw() {
-    std::uniform_int_distribution<size_t> page(0, daemon_->pages.size() - 1);
-    std::uniform_int_distribution<int> layer(0, slot_.num_layers - 1);
-    std::uniform_int_distribution<int> head(0, slot_.shard_heads - 1);
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      pages_[i] = &daemon_->pages[page(random_)];
-      entries_[i] = {pages_[i]->slot, static_cast<uint16_t>(layer(random_)), static_cast<uint16_t>(head(random_)),
-                     pages_[i]->generation};
+  // Takes the reference's one message.
+  struct Answer final : UcxReceiver, UcxReceive {
+    void OnMessage(const MessageHeader&, UcxPayload& payload) override {
+      buffer.resize(payload.bytes());
+      payload.ReceiveInto(buffer.data(), *this);
     }
-  }
-  void Copy() {
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      const FetchEntry& entry = entries_[i];
-      std::memcpy(destinations_[i], memory_->unit(entry.slot, entry.layer, entry.head), slot_.unit_bytes);
+    void OnReceived(bool ok) override {
+      if (!ok) ++failures;
+      done.store(true, std::memory_order_release);
     }
-  }
-  FetchList List(size_t first, size_t count) {
-    FetchList list;
-    list.entries = {entries_.data() + first, count};
-    list.destinations = destinations_.data() + first;
-    list.valid = valid_.data() + first;
-    list.deadline = absl::Seconds(10);
-    return list;
-  }
-  void Fetch(Fetcher& fetcher) {
-    FetchList list = List(0, entries_.size());
-    fetcher.Start(list);
-    fetcher.Wait(list);
-    KVD_CHECK(list.code == absl::StatusCode::kOk && list.num_valid == static_cast<int64_t>(entries_.size()));
-  }
-  // The same units, each asked for by itself, eight requests in flight.
-  void FetchSingly() {
-    constexpr size_t kInFlight = 8;
-    FetchList lists[kInFlight];
-    for (size_t i = 0; i < entries_.size() + kInFlight; ++i) {
-      FetchList& list = lists[i % kInFlight];
-      if (i >= kInFlight) {
-        ucx_->Wait(list);
-        KVD_CHECK(list.num_valid == 1);
-      }
-      if (i >= entries_.size()) continue;
-      list = List(i, 1);
-      ucx_->Start(list);
-    }
-  }
-  void Measure(std::vector<double>& times, bool measured, const std::function<void()>& work) {
-    std::memset(buffer_.data(), 0xEE, entries_.size() * slot_.unit_bytes);
-    const double us = Microseconds(work);
-    if (measured) times.push_back(us);
-    Check(buffer_.data());
-  }
-  void MeasurePlain(std::vector<double>& times, bool measured, size_t message_bytes) {
-    const double us = Microseconds([&] { plain_.Fetch(entries_, slot_.unit_bytes, message_bytes); });
-    if (measured) times.push_back(us);
-    Check(plain_.buffer());
-  }
-  void Check(const uint8_t* units) {
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      const std::vector<uint8_t> expected =
-          UnitBytes(slot_, pages_[i]->page, pages_[i]->write, entries_[i].layer, entries_[i].head);
-      if (std::memcmp(units + i * slot_.unit_bytes, expected.data(), expected.size()) != 0) ++wrong_;
-    }
+    std::vector<uint8_t> buffer;
+    std::atomic<bool> done{false};
+    std::atomic<int> failures{0};
+  };
+  // Sends the reference's request from the progress thread.
+  struct Request final : UcxTask, UcxSend {
+    explicit Request(UcxLink* to) : link(to) {}
+    void RunOnProgressThread() override { link->Send(*this, {}); }
+    void OnSent(bool) override { sent.store(true, std::memory_order_release); }
+    UcxLink* link;
+    std::atomic<bool> sent{false};
+  };
+
+  absl::StatusOr<std::unique_ptr<ArenaMemory>> MapArena() const {
+    DescriptorRequest request;
+    request.incarnation = IncarnationOf(offer_);
+    request.session = TokenOf(offer_);
+    KVD_ASSIGN_OR_RETURN(std::vector<UniqueFd> descriptors,
+                         ReceiveDescriptors(offer_.shared().socket_path(), request, absl::Seconds(5)));
+    return ArenaMemory::MapShared(shape_, std::move(descriptors));
   }
 
-  ChildDaemon* daemon_;
-  SlotLayout slot_;
-  std::mt19937_64 random_{1};
-  std::vector<FetchEntry> entries_;
-  std::vector<const TestPage*> pages_;
-  std::vector<uint8_t*> destinations_;
-  std::vector<uint8_t> valid_;
-  StagingBuffer buffer_;
-  std::unique_ptr<Fetcher> shared_;
-  std::unique_ptr<Fetcher> ucx_;
-  std::unique_ptr<ArenaMemory> memory_;
-  PlainUcx plain_;
-  std::vector<double> memcpy_us_;
-  std::vector<double> shared_us_;
-  std::vector<double> ucx_us_;
-  std::vector<double> single_us_;
-  std::vector<double> plain_4m_us_;
-  std::vector<double> plain_1m_us_;
-  int64_t wrong_ = 0;
+  Fetch MakeFetch(int units) {
+    Fetch fetch;
+    const size_t unit_bytes = shape_.slot.unit_bytes;
+    fetch.memory.resize(static_cast<size_t>(units) * unit_bytes);
+    fetch.valid.resize(static_cast<size_t>(units));
+    for (int i = 0; i < units; ++i) {
+      const TestPage& page = pages_[random_() % pages_.size()];
+      fetch.entries.push_back({page.slot, static_cast<uint16_t>(random_() % static_cast<unsigned>(shape_.slot.num_layers)),
+                               static_cast<uint16_t>(random_() % static_cast<unsigned>(shape_.slot.shard_heads)), page.generation});
+      fetch.page.push_back(page.page);
+      fetch.destinations.push_back(fetch.memory.data() + static_cast<size_t>(i) * unit_bytes);
+    }
+    fetch.list.deadline = absl::Seconds(5);
+    return fetch;
+  }
+
+  double TimeCopy(const Fetch& fetch) const {
+    const absl::Time start = absl::Now();
+    for (size_t i = 0; i < fetch.entries.size(); ++i) {
+      const FetchEntry& e = fetch.entries[i];
+      std::memcpy(fetch.destinations[i], shared_memory_->unit(e.slot, e.layer, e.head), shape_.slot.unit_bytes);
+    }
+    return SecondsSince(start);
+  }
+
+  static double TimeRange(Fetcher& fetcher, Fetch& fetch, size_t first, size_t count) {
+    fetch.list.entries = {fetch.entries.data() + first, count};
+    fetch.list.destinations = fetch.destinations.data() + first;
+    fetch.list.valid = fetch.valid.data() + first;
+    const absl::Time start = absl::Now();
+    fetcher.Start(fetch.list);
+    fetcher.Wait(fetch.list);
+    return SecondsSince(start);
+  }
+  static double TimeFetch(Fetcher& fetcher, Fetch& fetch) { return TimeRange(fetcher, fetch, 0, fetch.entries.size()); }
+
+  double TimeSingles(Fetch& fetch) {
+    double seconds = 0;
+    for (size_t i = 0; i < fetch.entries.size(); ++i) seconds += TimeRange(*ucx_, fetch, i, 1);
+    return seconds;
+  }
+
+  double TimePlain(int units) {
+    Request request(link_.get());
+    request.header = link_->Header(MessageType::kIngest, ++number_);
+    request.header.count = static_cast<uint32_t>(units);
+    answer_.done = false;
+    const absl::Time start = absl::Now();
+    worker_->Post(request);
+    while (!answer_.done.load(std::memory_order_acquire) || !request.sent.load(std::memory_order_acquire)) {
+      if (SecondsSince(start) > 5) {
+        ++answer_.failures;
+        break;
+      }
+      sched_yield();  // the progress thread shares this core
+    }
+    return SecondsSince(start);
+  }
+
+  const locks_kvd::v1::AttachReply offer_;
+  const std::vector<TestPage> pages_;
+  const ArenaShape shape_;
+  std::mt19937 random_{7};
+  uint64_t number_ = 0;
+  std::unique_ptr<ArenaMemory> shared_memory_;
+  std::unique_ptr<SharedFetcher> shared_;
+  std::unique_ptr<UcxWorker> worker_;
+  std::unique_ptr<UcxFetcher> ucx_;
+  Answer answer_;
+  std::unique_ptr<UcxLink> link_;
 };
 
 int Main() {
-  PinTo(0);  // inherited by the daemon and the plain server
-  std::printf("filling the arena ...\n");
-  ChildDaemon daemon(absl::GetFlag(FLAGS_pages), ChildKind::kLarge);
-  UcxOptions options;
-  options.devices = "lo";
-  std::unique_ptr<UcxWorker> worker;
-  {
-    // The plain server is started by the constructor below, still on core 0.
-    auto made = UcxWorker::Make(options);
-    KVD_CHECK(made.ok());
-    worker = *std::move(made);
+  int up[2], down[2];
+  if (pipe(up) != 0 || pipe(down) != 0) return 1;
+  const pid_t child = fork();  // before any thread or UCX
+  if (child == 0) {
+    close(up[0]);
+    close(down[1]);
+    Serve(up[1], down[0]);
   }
-  worker->Run([] { PinTo(1); });
+  close(up[1]);
+  close(down[0]);
+  PinTo(1);
   Report report("fetch_bench");
-  {
-    Bench bench(&daemon, worker.get(), static_cast<size_t>(absl::GetFlag(FLAGS_units)));
-    PinTo(1);
-    const int rounds = absl::GetFlag(FLAGS_rounds);
-    for (int i = -std::max(rounds / 10, 1); i < rounds; ++i) bench.Round(i >= 0);
-    bench.Report(report);
+  uint64_t sizes[2];
+  absl::Status status = absl::UnavailableError("the serving process ended");
+  if (ReadWhole(up[0], sizes, sizeof(sizes))) {
+    std::string text(sizes[0], '\0');
+    std::vector<TestPage> pages(sizes[1]);
+    locks_kvd::v1::AttachReply offer;
+    if (ReadWhole(up[0], text.data(), text.size()) && ReadWhole(up[0], pages.data(), pages.size() * sizeof(TestPage)) &&
+        offer.ParseFromString(text)) {
+      FetchBench bench(offer, std::move(pages));
+      status = bench.Connect();
+      if (status.ok()) bench.Run(&report);
+    }
   }
+  close(down[1]);
+  waitpid(child, nullptr, 0);
+  report.Check("connected", status.ok(), status.ToString());
   report.PrintTable();
-  if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) {
-    if (const absl::Status status = report.WriteJson(path); !status.ok()) {
-      std::fprintf(stderr, "%s\n", status.ToString().c_str());
+  if (const std::string json = absl::GetFlag(FLAGS_json); !json.empty() && report.all_ok()) {
+    if (const absl::Status written = report.WriteJson(json); !written.ok()) {
+      std::fprintf(stderr, "fetch_bench: %s\n", written.ToString().c_str());
       return 1;
     }
   }
@@ -229,8 +365,7 @@ int Main() {
 }  // namespace kvd::bench
 
 int main(int argc, char** argv) {
-  kvd::RunAsChildDaemonIfAsked(argc, argv);
-  kvd::bench::ServePlainUcxIfAsked(argc, argv);
+  absl::SetProgramUsageMessage("fetch_bench [--units=512] [--repetitions=N] [--json=FILE]");
   absl::ParseCommandLine(argc, argv);
   return kvd::bench::Main();
 }

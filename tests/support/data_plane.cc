@@ -56,16 +56,6 @@ KvGeometry SmallGeometry() {
   return geometry;
 }
 
-KvGeometry LargeGeometry() {
-  KvGeometry geometry;
-  geometry.num_layers = 32;
-  geometry.num_q_heads = 32;
-  geometry.num_kv_heads = 8;
-  geometry.head_dim = 128;
-  geometry.softmax_scale = 0.0883883f;
-  return geometry;
-}
-
 std::vector<uint8_t> UnitBytes(const SlotLayout& slot, uint64_t page, uint64_t write, int layer, int head) {
   std::vector<uint8_t> bytes(slot.unit_bytes);
   const uint64_t seed = Mix64(page * 4096 + write) + slot.unit_idx(layer, head) * kGolden64;
@@ -202,7 +192,7 @@ SessionToken TokenOf(const locks_kvd::v1::AttachReply& offer) {
   return token;
 }
 
-ChildDaemon::ChildDaemon(int num_pages, ChildKind kind) {
+ChildDaemon::ChildDaemon(int num_pages) {
   int sockets[2];
   KVD_CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
   const std::string fd = std::to_string(sockets[1]);
@@ -211,8 +201,7 @@ ChildDaemon::ChildDaemon(int num_pages, ChildKind kind) {
   KVD_CHECK(pid_ >= 0);
   if (pid_ == 0) {
     close(sockets[0]);
-    execl("/proc/self/exe", "child-daemon", kChildFlag, fd.c_str(), pages_text.c_str(),
-          kind == ChildKind::kLarge ? "large" : "small", nullptr);
+    execl("/proc/self/exe", "child-daemon", kChildFlag, fd.c_str(), pages_text.c_str(), nullptr);
     _exit(127);
   }
   close(sockets[1]);
@@ -241,14 +230,10 @@ void ChildDaemon::Kill() {
 }
 
 void RunAsChildDaemonIfAsked(int argc, char** argv) {
-  if (argc != 5 || std::strcmp(argv[1], kChildFlag) != 0) return;
+  if (argc != 4 || std::strcmp(argv[1], kChildFlag) != 0) return;
   const int control = std::atoi(argv[2]);
   TestDaemon::Options options;
   options.bytes = 64 << 20;
-  if (std::strcmp(argv[4], "large") == 0) {
-    options.geometry = LargeGeometry();
-    options.bytes = uint64_t{5} << 28;
-  }
   TestDaemon daemon(options);
   const locks_kvd::v1::AttachReply offer = daemon.Attach();
   std::vector<TestPage> pages;

@@ -22,8 +22,6 @@ namespace kvd {
 
 // L = 4, Hk = 2, D = 64, B = 16: units of 4 KiB, 8 of them in a slot.
 KvGeometry SmallGeometry();
-// L = 32, Hk = 8, D = 128, B = 16: units of 8 KiB, 256 of them in a slot.
-KvGeometry LargeGeometry();
 
 // What a unit of page `page`, written the `write`-th time, must hold: finite values that no other unit has.
 std::vector<uint8_t> UnitBytes(const SlotLayout& slot, uint64_t page, uint64_t write, int layer, int head);
@@ -71,12 +69,10 @@ ArenaShape ShapeOf(const locks_kvd::v1::AttachReply& offer);
 Incarnation IncarnationOf(const locks_kvd::v1::AttachReply& offer);
 SessionToken TokenOf(const locks_kvd::v1::AttachReply& offer);
 
-enum class ChildKind { kSmall, kLarge };  // SmallGeometry in 64 MiB, LargeGeometry in 1.25 GiB
-
-// A TestDaemon in a process of its own, with `num_pages` sealed pages (write 1).
+// A TestDaemon with default options in a process of its own, with `num_pages` sealed pages (write 1).
 class ChildDaemon {
  public:
-  explicit ChildDaemon(int num_pages, ChildKind kind = ChildKind::kSmall);
+  explicit ChildDaemon(int num_pages);
   ~ChildDaemon();
   void Signal(int signal) const;
   // Waits until the process is really gone.
