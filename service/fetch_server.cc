@@ -5,13 +5,13 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "kernels/check.h"
 #include "kernels/gather.h"
 #include "proto/staging.h"
+#include "service/ucx_shutdown.h"
 
 namespace kvd {
 namespace {
@@ -28,7 +28,6 @@ constexpr size_t kMaxRefusals = 64;
 // A peer that has not taken its answer this long after its own deadline is cut off.
 constexpr auto kGrace = std::chrono::seconds(2);
 constexpr auto kMaxDeadline = std::chrono::seconds(60);
-constexpr auto kShutdownLimit = std::chrono::seconds(1);
 
 size_t ItemBytes(const SlotLayout& slot, bool summaries) {
   return summaries ? sizeof(PageHeader) + slot.summary_bytes() : slot.unit_bytes;
@@ -385,20 +384,7 @@ FetchServer::FetchServer(UcxWorker* worker, const SessionTable* sessions, const 
   worker->AddPoller(impl_.get());
 }
 
-FetchServer::~FetchServer() {
-  worker_->SetReceiver(MessageType::kFetch, nullptr);
-  worker_->RemovePoller(impl_.get());
-  const auto limit = Steady::now() + kShutdownLimit;
-  bool idle = false;
-  while (!idle && Steady::now() < limit) {
-    worker_->Run([&] {
-      impl_->AbortAll();
-      idle = impl_->Idle();
-    });
-    if (!idle) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  if (!idle) worker_->KeepUntilEnd(impl_);
-}
+FetchServer::~FetchServer() { StopUcxServer(*worker_, MessageType::kFetch, impl_); }
 
 void FetchServer::Drain() { impl_->draining_.store(true); }
 uint32_t FetchServer::num_in_flight() const { return impl_->in_flight_.load(); }

@@ -6,11 +6,11 @@
 #include <cstring>
 #include <deque>
 #include <optional>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "proto/staging.h"
+#include "service/ucx_shutdown.h"
 
 namespace kvd {
 namespace {
@@ -22,7 +22,6 @@ constexpr size_t kBuffersPerSession = 4;
 constexpr size_t kMaxWaiting = 256;
 // A sender whose message does not arrive in this time is cut off.
 constexpr auto kReceiveLimit = std::chrono::seconds(5);
-constexpr auto kShutdownLimit = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -213,20 +212,7 @@ IngestServer::IngestServer(UcxWorker* worker, const SessionTable* sessions)
   worker->AddPoller(impl_.get());
 }
 
-IngestServer::~IngestServer() {
-  worker_->SetReceiver(MessageType::kIngest, nullptr);
-  worker_->RemovePoller(impl_.get());
-  const auto limit = Steady::now() + kShutdownLimit;
-  bool idle = false;
-  while (!idle && Steady::now() < limit) {
-    worker_->Run([&] {
-      impl_->AbortAll();
-      idle = impl_->Idle();
-    });
-    if (!idle) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  if (!idle) worker_->KeepUntilEnd(impl_);
-}
+IngestServer::~IngestServer() { StopUcxServer(*worker_, MessageType::kIngest, impl_); }
 
 uint64_t IngestServer::num_bytes() const { return impl_->num_bytes_.load(); }
 uint64_t IngestServer::num_refused_units() const { return impl_->num_refused_units_.load(); }
