@@ -3,25 +3,10 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "proto/json_text.h"
 
 namespace kvd {
 namespace {
-
-std::string Quote(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      absl::StrAppendFormat(&out, "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
-    } else {
-      out += c;
-    }
-  }
-  return out + "\"";
-}
 
 std::string RenderJson(const Table& table) {
   std::string out = "[";
@@ -29,8 +14,8 @@ std::string RenderJson(const Table& table) {
     absl::StrAppend(&out, r == 0 ? "\n" : ",\n", "  {");
     for (size_t c = 0; c < table.columns.size(); ++c) {
       const Cell& cell = table.rows[r][c];
-      absl::StrAppend(&out, c == 0 ? "" : ", ", Quote(table.columns[c]), ": ",
-                      cell.quoted ? Quote(cell.text) : cell.text);
+      absl::StrAppend(&out, c == 0 ? "" : ", ", JsonQuote(table.columns[c]), ": ",
+                      cell.quoted ? JsonQuote(cell.text) : cell.text);
     }
     out += "}";
   }

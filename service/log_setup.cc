@@ -10,25 +10,10 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "proto/json_text.h"
 
 namespace kvd {
 namespace {
-
-std::string JsonString(absl::string_view text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      absl::StrAppendFormat(&out, "\\u%04x", static_cast<unsigned>(c));
-    } else {
-      out += c;
-    }
-  }
-  return out + "\"";
-}
 
 // Takes the next word off `line`: up to a space, or to the end of its quoted part.
 absl::string_view TakeWord(absl::string_view* line) {
@@ -64,7 +49,7 @@ std::string LogQuote(absl::string_view value) {
 }
 
 std::string LogFieldsJson(absl::string_view line) {
-  std::string out = absl::StrCat("\"event\":", JsonString(TakeWord(&line)));
+  std::string out = absl::StrCat("\"event\":", JsonQuote(TakeWord(&line)));
   while (!line.empty()) {
     const absl::string_view word = TakeWord(&line);
     const size_t equals = word.find('=');
@@ -75,7 +60,7 @@ std::string LogFieldsJson(absl::string_view line) {
       unquoted.clear();
       absl::CUnescape(value.substr(1, value.size() - 2), &unquoted);
     }
-    absl::StrAppend(&out, ",", JsonString(word.substr(0, equals)), ":", JsonString(unquoted));
+    absl::StrAppend(&out, ",", JsonQuote(word.substr(0, equals)), ":", JsonQuote(unquoted));
   }
   return out;
 }
