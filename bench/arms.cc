@@ -121,4 +121,17 @@ void PrintRecallTable(const RecallTable& table) {
   }
 }
 
+void AddRecallFigures(const RecallTable& table, const std::string& prefix, Report* report) {
+  for (const std::string& arm : table.arms()) {
+    for (const int budget : kBudgets) {
+      const RecallTable::Row row = table.Get(arm, budget), oracle = table.Get("oracle", budget);
+      const std::string name = absl::StrCat(prefix, arm, "/b", budget);
+      report->Add({name + "/mass", row.mass, "share", oracle.mass, row.mass / oracle.mass});
+      report->Add({name + "/selectable", row.selectable, "share", oracle.selectable, row.selectable / oracle.selectable});
+      report->Add({name + "/worst_layer", row.worst_layer, "ratio", 1, row.worst_layer});
+      report->Add({name + "/output_error", row.output_error, "ratio", oracle.output_error, 0});
+    }
+  }
+}
+
 }  // namespace kvd::bench

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bench/report.h"
 #include "bench/study.h"
 
 namespace kvd::bench {
@@ -60,6 +61,10 @@ class RecallTable {
 
 // One line an arm and budget: recalls, their ratio to the oracle's, worst layer, output error.
 void PrintRecallTable(const RecallTable& table);
+
+// The same as figures: "<prefix><arm>/b<budget>/mass", ".../selectable" (ratio: to the oracle's),
+// ".../worst_layer" and ".../output_error".
+void AddRecallFigures(const RecallTable& table, const std::string& prefix, Report* report);
 
 }  // namespace kvd::bench
 

@@ -278,16 +278,7 @@ absl::Status RunAll(const KvTrace& trace, KvClient* client, Report* report) {
 
   std::printf("\n");
   PrintRecallTable(table);
-  for (const std::string& arm : table.arms()) {
-    for (const int budget : kBudgets) {
-      const RecallTable::Row row = table.Get(arm, budget), oracle = table.Get("oracle", budget);
-      const std::string name = absl::StrCat("recall/", arm, "/b", budget);
-      report->Add({name + "/mass", row.mass, "share", oracle.mass, row.mass / oracle.mass});
-      report->Add({name + "/selectable", row.selectable, "share", oracle.selectable, row.selectable / oracle.selectable});
-      report->Add({name + "/worst_layer", row.worst_layer, "ratio", 1, row.worst_layer});
-      report->Add({name + "/output_error", row.output_error, "ratio", oracle.output_error, 0});
-    }
-  }
+  AddRecallFigures(table, "recall/", report);
   if (trace.model != "synthetic") CheckRecall(table, !absl::GetFlag(FLAGS_metric).empty(), report);
   if (absl::GetFlag(FLAGS_plot).empty()) return absl::OkStatus();
   std::vector<PlotSeries> series;

@@ -48,17 +48,8 @@ void RunStream(const Stream& stream, const float* metric, int layer, bool ablati
   }
 }
 
-void AddFigures(const RecallTable& table, const std::string& prefix, Report* report) {
-  for (const std::string& arm : table.arms()) {
-    for (const int budget : kBudgets) {
-      const RecallTable::Row row = table.Get(arm, budget), oracle = table.Get("oracle", budget);
-      const std::string name = absl::StrCat(prefix, arm, "/b", budget);
-      report->Add({name + "/mass", row.mass, "share", oracle.mass, row.mass / oracle.mass});
-      report->Add({name + "/selectable", row.selectable, "share", oracle.selectable, row.selectable / oracle.selectable});
-      report->Add({name + "/worst_layer", row.worst_layer, "ratio", 1, row.worst_layer});
-      report->Add({name + "/output_error", row.output_error, "ratio", oracle.output_error, 0});
-    }
-  }
+// What the progressive scan keeps of the full one's recall.
+void AddProgressiveFigures(const RecallTable& table, const std::string& prefix, Report* report) {
   if (!table.Has("locks-E1S-progressive", kBudgets[0])) return;
   for (const int budget : kBudgets) {
     const RecallTable::Row full = table.Get("locks-E1S", budget), part = table.Get("locks-E1S-progressive", budget);
@@ -111,7 +102,9 @@ int Main() {
   std::fprintf(stderr, "\n");
   PrintRecallTable(table);
   Report report("mass_bench");
-  AddFigures(table, foreign.empty() ? "mass/" : "mass_distractors/", &report);
+  const std::string prefix = foreign.empty() ? "mass/" : "mass_distractors/";
+  AddRecallFigures(table, prefix, &report);
+  AddProgressiveFigures(table, prefix, &report);
   if (absl::GetFlag(FLAGS_json).empty()) return 0;
   const absl::Status written = report.WriteJson(absl::GetFlag(FLAGS_json));
   if (!written.ok()) std::fprintf(stderr, "mass_bench: %s\n", written.ToString().c_str());
