@@ -14,6 +14,7 @@
 #include "proto/placement.h"
 #include "tests/client/fake_pool.h"
 #include "tests/support/daemon_process.h"
+#include "tests/support/path_parameter.h"
 
 namespace kvd::testing {
 namespace {
@@ -354,10 +355,7 @@ TEST_P(IntegrationTest, WrongModelAndMissingDaemonAreTypedErrors) {
 
 INSTANTIATE_TEST_SUITE_P(Paths, IntegrationTest,
                          ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         [](const auto& parameter) {
-                           const absl::string_view name = PathName(parameter.param);
-                           return std::string(name.data(), name.size());
-                         });
+                         PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

@@ -8,6 +8,7 @@
 #include <random>
 #include <thread>
 
+#include "tests/support/path_parameter.h"
 #include "tests/system/system_worker.h"
 
 namespace kvd::testing {
@@ -132,10 +133,7 @@ TEST_P(NoWrongBytesTest, AnotherVersionOfThePageIsToldApart) {
 
 INSTANTIATE_TEST_SUITE_P(Paths, NoWrongBytesTest,
                          ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         [](const auto& parameter) {
-                           const absl::string_view name = PathName(parameter.param);
-                           return std::string(name.data(), name.size());
-                         });
+                         PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

@@ -7,6 +7,7 @@
 #include <chrono>
 
 #include "proto/pool.grpc.pb.h"
+#include "tests/support/path_parameter.h"
 #include "tests/system/system_worker.h"
 
 namespace kvd::testing {
@@ -110,10 +111,7 @@ TEST_P(IncarnationTest, ControlCallsInTheOldSessionAreAborted) {
 
 INSTANTIATE_TEST_SUITE_P(Paths, IncarnationTest,
                          ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         [](const auto& parameter) {
-                           const absl::string_view name = PathName(parameter.param);
-                           return std::string(name.data(), name.size());
-                         });
+                         PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

@@ -10,6 +10,7 @@
 
 #include "client/kv_client.h"
 #include "proto/placement.h"
+#include "tests/support/path_parameter.h"
 #include "tests/system/system_worker.h"
 
 namespace kvd::testing {
@@ -245,10 +246,7 @@ TEST_P(LostDaemonTest, FailAbortsTheSequenceAndTheWorkerOpensAnother) {
 
 INSTANTIATE_TEST_SUITE_P(Paths, LostDaemonTest,
                          ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         [](const auto& parameter) {
-                           const absl::string_view name = PathName(parameter.param);
-                           return std::string(name.data(), name.size());
-                         });
+                         PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing
