@@ -1,13 +1,15 @@
 #include "client/ingest_channel.h"
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "proto/staging.h"
 #include "proto/status.h"
@@ -20,6 +22,7 @@ namespace {
 constexpr int kWindow = 4;
 constexpr size_t kMessageBytes = size_t{1} << 20;
 constexpr absl::Duration kShutdownLimit = absl::Seconds(1);
+using Steady = std::chrono::steady_clock;
 
 absl::Status FromWire(WireStatus status) {
   switch (status) {
@@ -56,7 +59,7 @@ class IngestChannel::Impl final : public UcxReceiver {
   void Shutdown();
   void OnMessage(const MessageHeader& header, UcxPayload& payload) override;
   bool Idle() {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     return std::none_of(std::begin(messages_), std::end(messages_),
                         [](const Message& message) { return message.busy || message.receiving; });
   }
@@ -80,27 +83,30 @@ class IngestChannel::Impl final : public UcxReceiver {
     void OnReceived(bool ok) override { impl->OnAcknowledged(*this, ok); }
   };
 
-  bool CanSend() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return lost_ || failed_ || FindFree() != nullptr; }
-  bool AllAcknowledged() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  Message* FindFree() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  absl::Status Await(bool (Impl::*condition)() const, absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // These need mutex_.
+  bool CanSend() const { return lost_ || failed_ || FindFree() != nullptr; }
+  bool AllAcknowledged() const;
+  Message* FindFree() const;
+  absl::Status Await(bool (Impl::*condition)() const, std::unique_lock<std::mutex>& lock, Steady::time_point deadline);
+  void Count(const Message& message);
+
   void Fill(Message& message, std::span<const IngestUnit> units, size_t first);
   void OnSent(Message& message, bool ok);
   void OnAcknowledged(Message& message, bool ok);
-  void Count(const Message& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const size_t unit_bytes_;
   const size_t units_per_message_;
-  absl::Mutex turn_;  // one Send at a time
-  absl::Mutex mutex_ ABSL_ACQUIRED_AFTER(turn_);
+  std::mutex turn_;   // one Send at a time; taken before mutex_
+  std::mutex mutex_;  // guards what follows, except a message's bytes while it is busy
+  std::condition_variable changed_;
   mutable Message messages_[kWindow];
-  uint64_t number_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool lost_ ABSL_GUARDED_BY(mutex_) = false;
-  bool failed_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t number_ = 0;
+  bool lost_ = false;
+  bool failed_ = false;
   // Of the Send under way.
-  absl::Status refusal_ ABSL_GUARDED_BY(mutex_);
-  size_t num_refused_ ABSL_GUARDED_BY(mutex_) = 0;
-  size_t first_refused_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status refusal_;
+  size_t num_refused_ = 0;
+  size_t first_refused_ = 0;
 };
 
 IngestChannel::Impl::Message* IngestChannel::Impl::FindFree() const {
@@ -116,13 +122,9 @@ bool IngestChannel::Impl::AllAcknowledged() const {
          });
 }
 
-absl::Status IngestChannel::Impl::Await(bool (Impl::*condition)() const, absl::Time deadline) {
-  struct Argument {
-    const Impl* impl;
-    bool (Impl::*condition)() const;
-  } argument = {this, condition};
-  const auto call = +[](Argument* a) { return (a->impl->*(a->condition))(); };
-  const bool met = mutex_.AwaitWithDeadline(absl::Condition(call, &argument), deadline);
+absl::Status IngestChannel::Impl::Await(bool (Impl::*condition)() const, std::unique_lock<std::mutex>& lock,
+                                        Steady::time_point deadline) {
+  const bool met = changed_.wait_until(lock, deadline, [&] { return (this->*condition)(); });
   if (lost_) return absl::AbortedError("ingest: the session is lost: attach again");
   if (failed_) return absl::UnavailableError("ingest: the connection to the daemon failed");
   if (!met) return absl::DeadlineExceededError("ingest: the daemon did not acknowledge in time");
@@ -144,27 +146,27 @@ void IngestChannel::Impl::Fill(Message& message, std::span<const IngestUnit> uni
 }
 
 absl::Status IngestChannel::Impl::Send(std::span<const IngestUnit> units, absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
-  absl::MutexLock turn(&turn_);
-  absl::MutexLock lock(&mutex_);
+  const auto deadline = Steady::now() + absl::ToChronoNanoseconds(timeout);
+  const std::lock_guard<std::mutex> turn(turn_);
+  std::unique_lock<std::mutex> lock(mutex_);
   refusal_ = absl::OkStatus();
   num_refused_ = 0;
   absl::Status status;
   for (size_t first = 0; status.ok() && refusal_.ok() && first < units.size();) {
-    status = Await(&Impl::CanSend, deadline);
+    status = Await(&Impl::CanSend, lock, deadline);
     if (!status.ok()) break;
     Message& message = *FindFree();
     message.busy = true;
     message.waiting = true;
     message.header = link_->Header(MessageType::kIngest, ++number_);
-    mutex_.Unlock();  // the message is this thread's until it is posted
+    lock.unlock();  // the message is this thread's until it is posted
     Fill(message, units, first);
     message.header.count = static_cast<uint32_t>(message.num_units);
     first += message.num_units;
     link_->worker()->Post(message);
-    mutex_.Lock();
+    lock.lock();
   }
-  if (status.ok()) status = Await(&Impl::AllAcknowledged, deadline);
+  if (status.ok()) status = Await(&Impl::AllAcknowledged, lock, deadline);
   // What is still under way belongs to nobody: its acknowledgement is ignored when it comes.
   for (Message& message : messages_) message.waiting = false;
   KVD_RETURN_IF_ERROR(status);
@@ -177,16 +179,17 @@ absl::Status IngestChannel::Impl::Send(std::span<const IngestUnit> units, absl::
 }
 
 void IngestChannel::Impl::OnSent(Message& message, bool ok) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   message.busy = false;
   if (!ok) failed_ = true;
+  changed_.notify_all();
 }
 
 void IngestChannel::Impl::OnMessage(const MessageHeader& header, UcxPayload& payload) {
   if (header.type != MessageType::kIngestAck) return;
   Message* found = nullptr;
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     for (Message& message : messages_) {
       if (message.waiting && !message.receiving && message.header.request == header.request) found = &message;
     }
@@ -195,11 +198,13 @@ void IngestChannel::Impl::OnMessage(const MessageHeader& header, UcxPayload& pay
     if (header.status != WireStatus::kOk) {
       found->waiting = false;
       if (refusal_.ok()) refusal_ = FromWire(header.status);
+      changed_.notify_all();
       return;
     }
     if (header.count != found->num_units || payload.bytes() != BitmapBytes(found->num_units)) {
       found->waiting = false;
       refusal_ = absl::InternalError("ingest: the daemon's acknowledgement does not fit its message");
+      changed_.notify_all();
       return;
     }
     found->receiving = true;
@@ -209,8 +214,9 @@ void IngestChannel::Impl::OnMessage(const MessageHeader& header, UcxPayload& pay
 }
 
 void IngestChannel::Impl::OnAcknowledged(Message& message, bool ok) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   message.receiving = false;
+  changed_.notify_all();
   if (!ok) failed_ = true;
   if (!message.waiting) return;
   message.waiting = false;
@@ -227,8 +233,9 @@ void IngestChannel::Impl::Count(const Message& message) {
 }
 
 void IngestChannel::Impl::Shutdown() {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   lost_ = true;
+  changed_.notify_all();
 }
 
 absl::StatusOr<std::unique_ptr<IngestChannel>> IngestChannel::Connect(

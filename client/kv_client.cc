@@ -7,6 +7,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "client/record_fetch.h"
+#include "client/step_options.h"
 #include "proto/address.h"
 #include "proto/status.h"
 #include "proto/ucx_worker.h"
@@ -43,9 +44,11 @@ KvClient::~KvClient() = default;
 
 absl::StatusOr<std::unique_ptr<KvClient>> KvClient::Make(ClientOptions options) {
   if (options.model.empty()) return absl::InvalidArgumentError("model: name the arena's model");
-  if (options.control_timeout <= absl::ZeroDuration() ||
-      options.fetch_timeout <= absl::ZeroDuration()) {
-    return absl::InvalidArgumentError("control_timeout and fetch_timeout must be above 0");
+  for (const absl::Duration timeout : {options.control_timeout, options.fetch_timeout}) {
+    if (timeout > absl::ZeroDuration() && timeout <= kMaxTimeout) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("control_timeout and fetch_timeout must be above 0 and at most ",
+                     absl::FormatDuration(kMaxTimeout), ", got ", absl::FormatDuration(timeout)));
   }
   KVD_ASSIGN_OR_RETURN(WorkerShape shape, WorkerShape::Make(options.geometry, options.shards));
   auto client = std::unique_ptr<KvClient>(new KvClient(std::move(options), std::move(shape)));

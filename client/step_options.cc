@@ -38,8 +38,10 @@ absl::Status Validate(const StepOptions& options, int num_layers) {
     return absl::InvalidArgumentError(
         absl::StrCat("cache_ratio must be from 1 to 1000, got ", options.cache_ratio));
   }
-  if (options.fetch_timeout <= absl::ZeroDuration()) {
-    return absl::InvalidArgumentError("fetch_timeout must be above 0");
+  if (options.fetch_timeout <= absl::ZeroDuration() || options.fetch_timeout > kMaxTimeout) {
+    return absl::InvalidArgumentError(absl::StrCat("fetch_timeout must be above 0 and at most ",
+                                                   absl::FormatDuration(kMaxTimeout), ", got ",
+                                                   absl::FormatDuration(options.fetch_timeout)));
   }
   for (const int layer : options.dense_layers) {
     if (layer < 0 || layer >= num_layers) {

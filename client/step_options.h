@@ -37,6 +37,9 @@ enum class LossPolicy {
 // When the mass figures are computed: they read every page's estimate once more.
 enum class MassReport { kOnLoss, kAlways };
 
+// Of any timeout that a caller may set: deadlines never leave the range of a clock.
+inline constexpr absl::Duration kMaxTimeout = absl::Hours(1);
+
 struct StepOptions {
   int budget = 128;  // K: pages chosen by score, per layer and KV head
   int n_sink = 1;    // first pages, always attended
@@ -49,7 +52,7 @@ struct StepOptions {
   VerifyPolicy verify = VerifyPolicy::kGeneration;
   LossPolicy loss = LossPolicy::kRecompute;
   MassReport mass = MassReport::kOnLoss;
-  absl::Duration fetch_timeout = absl::Seconds(1);
+  absl::Duration fetch_timeout = absl::Seconds(1);  // above 0, at most kMaxTimeout
 
   int candidates() const;
 };

@@ -1,10 +1,12 @@
 // Connections of a UcxWorker: opening, failure, closing, and peers that connect to a daemon.
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/check.h"
+#include "kernels/checksum.h"
 #include "proto/ucx_state.h"
 
 namespace kvd {
@@ -12,6 +14,25 @@ namespace {
 
 // UCX addresses are a few hundred bytes; more network devices make them longer.
 constexpr size_t kMaxAddressBytes = 16384;
+
+// Stands before an address wherever it travels. UCX ends the process on an address that it cannot parse,
+// so damaged or foreign bytes must not reach it. This is no defence against forgery: who can send to the
+// UCX port is trusted not to attack UCX itself (SECURITY.md).
+struct AddressSeal {
+  uint32_t magic = 0x414B564Cu;  // "LVKA"
+  uint32_t bytes = 0;            // of the address that follows
+  uint64_t checksum = 0;         // Checksum64 of it
+};
+static_assert(sizeof(AddressSeal) == 16);
+
+bool IsSealed(const std::string& address) {
+  AddressSeal seal;
+  if (address.size() <= sizeof(seal)) return false;
+  std::memcpy(&seal, address.data(), sizeof(seal));
+  const size_t bytes = address.size() - sizeof(seal);
+  return seal.magic == AddressSeal{}.magic && seal.bytes == bytes &&
+         seal.checksum == Checksum64(address.data() + sizeof(seal), bytes);
+}
 
 // A peer's address on its way in, then the answer on its way back. Owns itself.
 class Greeting final : public UcxReceive, public UcxSend {
@@ -23,7 +44,10 @@ class Greeting final : public UcxReceive, public UcxSend {
   void OnReceived(bool ok) override {
     if (!ok || !state_->allow) return Finish();
     absl::StatusOr<UcxEndpoint*> endpoint = state_->Open(address_);
-    if (!endpoint.ok()) return Finish();
+    if (!endpoint.ok()) {
+      state_->num_malformed.fetch_add(1, std::memory_order_relaxed);
+      return Finish();
+    }
     header = hello_;
     header.type = MessageType::kHelloAck;
     header.status = WireStatus::kOk;
@@ -67,7 +91,19 @@ class Greeting final : public UcxReceive, public UcxSend {
 
 }  // namespace
 
+std::string UcxState::SealAddress(const void* address, size_t bytes) {
+  AddressSeal seal;
+  seal.bytes = static_cast<uint32_t>(bytes);
+  seal.checksum = Checksum64(address, bytes);
+  std::string sealed(reinterpret_cast<const char*>(&seal), sizeof(seal));
+  return sealed.append(static_cast<const char*>(address), bytes);
+}
+
 absl::StatusOr<UcxEndpoint*> UcxState::Open(const std::string& remote_address) {
+  if (!IsSealed(remote_address)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "UCX: ", remote_address.size(), " bytes are not an address that a locks-kvd process gave out"));
+  }
   for (UcxEndpoint* endpoint : endpoints) {
     if (endpoint->remote_address != remote_address) continue;
     ++endpoint->users;
@@ -80,7 +116,8 @@ absl::StatusOr<UcxEndpoint*> UcxState::Open(const std::string& remote_address) {
   ucp_ep_params_t params = {};
   params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
                       UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address = reinterpret_cast<const ucp_address_t*>(endpoint->remote_address.data());
+  params.address =
+      reinterpret_cast<const ucp_address_t*>(endpoint->remote_address.data() + sizeof(AddressSeal));
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = OnEndpointError;
   params.err_handler.arg = endpoint.get();

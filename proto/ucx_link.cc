@@ -1,6 +1,7 @@
 #include "proto/ucx_link.h"
 
-#include "absl/synchronization/notification.h"
+#include <semaphore>
+
 #include "proto/status.h"
 
 namespace kvd {
@@ -12,14 +13,16 @@ class UcxLink::Greeting final : public UcxSend {
     if (!ok) Done(absl::UnavailableError("UCX: the daemon's endpoint failed while connecting"));
     keep_.reset();
   }
+  // Progress thread. The first answer counts.
   void Done(absl::Status status) {
-    if (done_.HasBeenNotified()) return;
+    if (told_) return;
+    told_ = true;
     status_ = std::move(status);
-    done_.Notify();
+    done_.release();
   }
   void Keep(std::shared_ptr<Greeting> self) { keep_ = std::move(self); }
   absl::Status Wait(absl::Duration timeout) {
-    if (done_.WaitForNotificationWithTimeout(timeout)) return status_;
+    if (done_.try_acquire_for(absl::ToChronoNanoseconds(timeout))) return status_;
     return absl::DeadlineExceededError(
         "UCX: no greeting from the daemon in time: is its data port open, and the session still alive?");
   }
@@ -27,8 +30,9 @@ class UcxLink::Greeting final : public UcxSend {
 
  private:
   std::shared_ptr<Greeting> keep_;
+  bool told_ = false;  // progress thread
   absl::Status status_;
-  absl::Notification done_;
+  std::binary_semaphore done_{0};
 };
 
 absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Connect(UcxWorker* worker, const std::string& remote_address,

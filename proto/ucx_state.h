@@ -59,6 +59,7 @@ struct UcxState {
   void Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload);
 
   // --- endpoints (ucx_endpoint.cc) ---
+  static std::string SealAddress(const void* address, size_t bytes);
   absl::StatusOr<UcxEndpoint*> Open(const std::string& remote_address);
   void Release(UcxEndpoint* endpoint);
   void Fail(UcxEndpoint* endpoint);

@@ -106,7 +106,7 @@ absl::StatusOr<std::string> UcxState::PackedAddress() const {
   if (const ucs_status_t status = ucp_worker_get_address(worker, &packed, &bytes); status != UCS_OK) {
     return UcxError("cannot get the worker's address", status);
   }
-  std::string address(reinterpret_cast<const char*>(packed), bytes);
+  std::string address = SealAddress(packed, bytes);
   ucp_worker_release_address(worker, packed);
   return address;
 }

@@ -129,7 +129,7 @@ class UcxWorker {
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
 
-  // Address that peers connect to, as UCX packs it.
+  // Address that peers connect to: as UCX packs it, behind a header with its checksum.
   const std::string& address() const { return address_; }
   // Of the library that runs, "1.13.1". Peers with another one are refused at attach.
   static std::string Version();
@@ -156,7 +156,8 @@ class UcxWorker {
   void KeepUntilEnd(std::shared_ptr<void> object);
 
   // Progress thread. Endpoints are shared by all who open the same address, and counted. A failed one is
-  // never used again: opening its address makes another.
+  // never used again: opening its address makes another. kInvalidArgument: not an address() of a UcxWorker;
+  // kUnavailable: UCX cannot reach it.
   absl::StatusOr<UcxEndpoint*> Open(const std::string& remote_address);
   static void Retain(UcxEndpoint* endpoint);
   void Release(UcxEndpoint* endpoint);

@@ -76,7 +76,7 @@ Arena::Arena(ArenaOptions options, std::unique_ptr<ArenaMemory> memory)
 }
 
 Arena::~Arena() {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& reservation : reservations_) {
     KVD_CHECK(reservation == nullptr || reservation->pins == 0);
   }
@@ -104,7 +104,7 @@ absl::Status Arena::CheckFetch(SessionId session, std::span<const FetchEntry> en
                                std::span<uint8_t> allowed) const {
   KVD_CHECK(allowed.size() == entries.size());
   const uint32_t num_slots = memory_->shape().num_slots;
-  absl::ReaderMutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const std::vector<uint64_t>* leased = leases_.Bits(session);
   if (leased == nullptr) return CheckLiveLocked(session);
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -138,7 +138,7 @@ absl::Status Arena::CheckUnit(int layer, int head) const {
 }
 
 absl::StatusOr<ReservationPin> Arena::PinReservation(SessionId session, Ticket ticket) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   Reservation* reservation = FindReservationLocked(session, ticket);
   const bool sealed = reservation == nullptr && IsSealedTicketLocked(session, ticket);
   if (sealed || (reservation != nullptr && reservation->sealing)) {
@@ -176,7 +176,7 @@ void ReservationPin::MarkReceived(int layer, int head) { arena_->MarkReceived(sl
 
 void Arena::MarkReceived(uint32_t slot, int layer, int head) {
   const size_t unit = slot_layout_.unit_idx(layer, head);
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   Reservation& reservation = *reservations_[slot];
   uint64_t& word = reservation.received[unit / 64];
   const uint64_t bit = uint64_t{1} << (unit % 64);
@@ -186,22 +186,23 @@ void Arena::MarkReceived(uint32_t slot, int layer, int head) {
 }
 
 void Arena::Unpin(uint32_t slot) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   KVD_CHECK(reservations_[slot] != nullptr && reservations_[slot]->pins > 0);
   --reservations_[slot]->pins;
   FreeIfIdleLocked(slot);
+  reservation_changed_.notify_all();
 }
 
 // --- sessions and leases ---
 
 void Arena::BeginSession(SessionId session) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   leases_.Begin(session);
   sessions_.try_emplace(session);
 }
 
 void Arena::EndSession(SessionId session, SessionEnd why) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = sessions_.find(session);
   if (it == sessions_.end()) return;
   const bool lost = why == SessionEnd::kLost;
@@ -253,7 +254,7 @@ bool Arena::IsSealedLocked(const PageLocation& location) const {
 
 absl::StatusOr<std::vector<bool>> Arena::Lease(SessionId session,
                                                std::span<const PageLocation> locations) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
   std::vector<bool> leased(locations.size());
   absl::flat_hash_set<uint32_t> fresh;
@@ -267,7 +268,7 @@ absl::StatusOr<std::vector<bool>> Arena::Lease(SessionId session,
 }
 
 absl::Status Arena::Release(SessionId session, std::span<const PageLocation> locations) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
   const absl::Duration now = options_.clock->Now();  // one for all: ties go deepest page first
   for (const PageLocation& location : locations) {
@@ -292,7 +293,7 @@ bool Arena::LocateLocked(const PageKey& key, std::span<const uint32_t> shards,
 
 std::optional<uint32_t> Arena::FindRecent(SessionId session, uint64_t request_id,
                                           uint64_t list_hash) const {
-  absl::ReaderMutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = sessions_.find(session);
   if (it == sessions_.end()) return std::nullopt;
   for (const RecentMatch& recent : it->second.recent) {
@@ -302,7 +303,7 @@ std::optional<uint32_t> Arena::FindRecent(SessionId session, uint64_t request_id
 }
 
 void Arena::Remember(SessionId session, const RecentMatch& match) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = sessions_.find(session);
   if (it == sessions_.end()) return;
   Session& s = it->second;
@@ -326,7 +327,7 @@ absl::StatusOr<std::vector<PageLocation>> Arena::Match(SessionId session, uint64
   std::vector<uint32_t> fresh;  // leased by this call
   bool resident = true;
   for (size_t page = 0; resident;) {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
     for (const size_t end = std::min(limit, page + kPagesPerHold); page < end && resident; ++page) {
       const size_t before = found.size();
@@ -348,7 +349,7 @@ absl::StatusOr<std::vector<PageLocation>> Arena::Match(SessionId session, uint64
   if (earlier.has_value()) return found;
   const auto num_pages = static_cast<uint32_t>(shards.empty() ? 0 : found.size() / shards.size());
   Remember(session, {request_id, list_hash, num_pages});
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   counters_.matched_pages += num_pages;
   counters_.unmatched_pages += keys.size() - num_pages;
   return found;
@@ -357,7 +358,7 @@ absl::StatusOr<std::vector<PageLocation>> Arena::Match(SessionId session, uint64
 // --- upkeep ---
 
 void Arena::Tick() {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const absl::Duration now = options_.clock->Now();
   pages_.FreeExpired(now);
   std::vector<uint32_t> idle;
@@ -374,7 +375,7 @@ void Arena::Tick() {
 }
 
 ArenaStats Arena::Stats() const {
-  absl::ReaderMutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   ArenaStats stats = counters_;
   stats.slots_free = pages_.count(SlotState::kFree);
   stats.slots_reserved = pages_.count(SlotState::kReserved);
@@ -386,12 +387,12 @@ ArenaStats Arena::Stats() const {
 }
 
 uint32_t Arena::num_leases(SessionId session) const {
-  absl::ReaderMutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return leases_.num_leases(session);
 }
 
 uint32_t Arena::num_reservations(SessionId session) const {
-  absl::ReaderMutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = sessions_.find(session);
   return it == sessions_.end() ? 0 : static_cast<uint32_t>(it->second.reserved.size());
 }

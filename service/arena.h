@@ -8,19 +8,19 @@
 #ifndef LOCKS_KVD_SERVICE_ARENA_H_
 #define LOCKS_KVD_SERVICE_ARENA_H_
 
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/query_metric.h"
 #include "kernels/summarize.h"
@@ -239,35 +239,30 @@ class Arena {
   void PublishSealed(uint32_t slot, const PageKey& key, uint64_t summary_checksum,
                      uint64_t generation);
 
-  absl::Status CheckLiveLocked(SessionId session) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckRoomLocked(SessionId session, size_t more) const
-      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  void LeaseLocked(SessionId session, uint32_t slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool IsSealedLocked(const PageLocation& location) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  bool EvictOneLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckLiveLocked(SessionId session) const;
+  absl::Status CheckRoomLocked(SessionId session, size_t more) const;
+  void LeaseLocked(SessionId session, uint32_t slot);
+  void ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now);
+  bool IsSealedLocked(const PageLocation& location) const;
+  bool EvictOneLocked();
   // Appends the page's location in each shard; false, leaving `out` alone, unless all are sealed.
   bool LocateLocked(const PageKey& key, std::span<const uint32_t> shards,
-                    std::vector<PageLocation>* out) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+                    std::vector<PageLocation>* out) const;
   // An earlier Match of the same id and list: pages of its answer.
   std::optional<uint32_t> FindRecent(SessionId session, uint64_t request_id,
                                      uint64_t list_hash) const;
   void Remember(SessionId session, const RecentMatch& match);
   ReserveOutcome::Page ReserveOneLocked(SessionId session, const PageId& page, uint32_t page_idx,
-                                        std::string* full_reason)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  std::string FullReasonLocked() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+                                        std::string* full_reason);
+  std::string FullReasonLocked() const;
 
   // The reservation that `ticket` names if it is `session`'s and not over, else null.
-  Reservation* FindReservationLocked(SessionId session, Ticket ticket)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Reservation* FindReservationLocked(SessionId session, Ticket ticket);
   // True while the page that `ticket` was sealed into stays.
-  bool IsSealedTicketLocked(SessionId session, Ticket ticket) const
-      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  bool IsSealedTicketLocked(SessionId session, Ticket ticket) const;
   // Ends a reservation without sealing it: at once, or when its last pin drops or its seal ends.
-  void EndReservationLocked(uint32_t slot, bool quarantine) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void FreeIfIdleLocked(uint32_t slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndReservationLocked(uint32_t slot, bool quarantine);
+  void FreeIfIdleLocked(uint32_t slot);
   void Unpin(uint32_t slot);
   void MarkReceived(uint32_t slot, int layer, int head);
 
@@ -279,8 +274,7 @@ class Arena {
     uint32_t page_idx = 0;
   };
   absl::StatusOr<SealStart> BeginSeal(SessionId session, Ticket ticket);
-  absl::Status CheckCompleteLocked(const Reservation& reservation) const
-      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckCompleteLocked(const Reservation& reservation) const;
   absl::StatusOr<SealOutcome> FinishSeal(SessionId session, uint32_t slot,
                                          const absl::StatusOr<uint64_t>& summary_checksum);
 
@@ -288,15 +282,16 @@ class Arena {
   const SlotLayout slot_layout_;
   const std::unique_ptr<ArenaMemory> memory_;
 
-  mutable absl::Mutex mutex_;
-  PageTable pages_ ABSL_GUARDED_BY(mutex_);
-  LeaseTable leases_ ABSL_GUARDED_BY(mutex_);
-  Evictor evictor_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<SessionId, Session> sessions_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::unique_ptr<Reservation>> reservations_ ABSL_GUARDED_BY(mutex_);  // [num_slots]
-  std::vector<SlotTicket> tickets_ ABSL_GUARDED_BY(mutex_);                         // [num_slots]
-  uint32_t next_serial_ ABSL_GUARDED_BY(mutex_) = 1;
-  ArenaStats counters_ ABSL_GUARDED_BY(mutex_);
+  mutable std::mutex mutex_;  // guards what follows; functions named ...Locked need it
+  std::condition_variable reservation_changed_;  // a pin dropped, or a Seal ended
+  PageTable pages_;
+  LeaseTable leases_;
+  Evictor evictor_;
+  absl::flat_hash_map<SessionId, Session> sessions_;
+  std::vector<std::unique_ptr<Reservation>> reservations_;  // [num_slots]
+  std::vector<SlotTicket> tickets_;                         // [num_slots]
+  uint32_t next_serial_ = 1;
+  ArenaStats counters_;
 };
 
 }  // namespace kvd

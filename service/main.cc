@@ -7,14 +7,13 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "kernels/layout.h"
 #include "service/config.h"
 #include "service/log_setup.h"
@@ -52,7 +51,7 @@ class SignalThread {
   void LeaveServer() {
     std::thread drain;
     {
-      absl::MutexLock lock(&mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       server_ = nullptr;
       drain = std::move(drain_);
     }
@@ -71,7 +70,7 @@ class SignalThread {
         spdlog::warn("killed signal={} meaning=\"a second signal: ended without waiting\"", signal);
         std::_Exit(kExitFailed);
       }
-      absl::MutexLock lock(&mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       if (server_ == nullptr) continue;  // it is ending already
       drain_ = std::thread([server = server_, signal] {
         server->Drain(absl::ZeroDuration(), absl::StrCat("signal ", signal));
@@ -80,9 +79,9 @@ class SignalThread {
     }
   }
 
-  absl::Mutex mutex_;
-  Server* server_ ABSL_GUARDED_BY(mutex_);
-  std::thread drain_ ABSL_GUARDED_BY(mutex_);
+  std::mutex mutex_;  // guards server_ and drain_
+  Server* server_;
+  std::thread drain_;
   std::thread thread_;
 };
 

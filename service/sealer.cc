@@ -54,38 +54,36 @@ Sealer::Sealer(int num_threads) {
 
 Sealer::~Sealer() {
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     KVD_CHECK(batches_.empty());
     stopping_ = true;
   }
+  work_added_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 
 void Sealer::Run(size_t count, const std::function<void(size_t)>& work) {
   if (count == 0) return;
   Batch batch{.work = &work, .count = count};
-  absl::MutexLock lock(&mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   batches_.push_back(&batch);
-  const auto done = [&batch] { return batch.num_done == batch.count; };
-  mutex_.Await(absl::Condition(&done));
+  work_added_.notify_all();
+  batch_done_.wait(lock, [&batch] { return batch.num_done == batch.count; });
 }
 
 void Sealer::Loop() {
-  const auto ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return stopping_ || !batches_.empty();
-  };
-  absl::MutexLock lock(&mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    mutex_.Await(absl::Condition(&ready));
+    work_added_.wait(lock, [this] { return stopping_ || !batches_.empty(); });
     if (batches_.empty()) return;
     Batch* batch = batches_.front();
     batches_.pop_front();
     const size_t item = batch->next++;
     if (batch->next < batch->count) batches_.push_back(batch);
-    mutex_.Unlock();
+    lock.unlock();
     (*batch->work)(item);
-    mutex_.Lock();
-    ++batch->num_done;
+    lock.lock();
+    if (++batch->num_done == batch->count) batch_done_.notify_all();
   }
 }
 

@@ -7,17 +7,16 @@
 #ifndef LOCKS_KVD_SERVICE_SEALER_H_
 #define LOCKS_KVD_SERVICE_SEALER_H_
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "kernels/query_metric.h"
 #include "kernels/summarize.h"
 
@@ -58,9 +57,11 @@ class Sealer {
   };
   void Loop();
 
-  absl::Mutex mutex_;
-  std::deque<Batch*> batches_ ABSL_GUARDED_BY(mutex_);  // with items not yet begun
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::mutex mutex_;                    // guards what follows, and every Batch
+  std::condition_variable work_added_;  // or stopping
+  std::condition_variable batch_done_;
+  std::deque<Batch*> batches_;  // with items not yet begun
+  bool stopping_ = false;
   std::vector<std::thread> threads_;
 };
 

@@ -9,8 +9,10 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -18,7 +20,6 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/synchronization/mutex.h"
 #include "kernels/layout.h"
 #include "proto/address.h"
 #include "proto/status.h"
@@ -115,10 +116,11 @@ struct Server::Parts {
   std::atomic<int64_t> last_tick_ns{0};
   std::atomic<bool> serving{false};  // every part above is there
 
-  mutable absl::Mutex mutex;
-  bool stopping ABSL_GUARDED_BY(mutex) = false;
-  bool exit_requested ABSL_GUARDED_BY(mutex) = false;
-  std::vector<std::pair<std::string, absl::Time>> certificates ABSL_GUARDED_BY(mutex);
+  mutable std::mutex mutex;                 // guards what follows
+  mutable std::condition_variable changed;  // stopping or exit_requested
+  bool stopping = false;
+  bool exit_requested = false;
+  std::vector<std::pair<std::string, absl::Time>> certificates;
 };
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const DaemonConfig& config) {
@@ -194,7 +196,7 @@ absl::Status Server::Parts::StartControl() {
   std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials();
   if (!IsInsecure(config)) {
     KVD_ASSIGN_OR_RETURN(auto expiries, CheckTlsFiles(config.control().tls(), absl::Now()));
-    absl::MutexLock lock(&mutex);
+    const std::lock_guard<std::mutex> lock(mutex);
     certificates = std::move(expiries);
     credentials = MakeTlsCredentials(config.control().tls());
   }
@@ -274,7 +276,7 @@ MetricsSnapshot Server::Parts::Snapshot() const {
   snapshot.sessions = sessions->size();
   snapshot.draining = pool->draining();
   data_plane->Fill(&snapshot);
-  absl::MutexLock lock(&mutex);
+  const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& [file, expiry] : certificates) {
     snapshot.cert_expiry_seconds.emplace_back(file,
                                               absl::ToDoubleSeconds(expiry - absl::UnixEpoch()));
@@ -283,8 +285,8 @@ MetricsSnapshot Server::Parts::Snapshot() const {
 }
 
 bool Server::Parts::SleepUnlessStopping(absl::Duration time) const {
-  absl::MutexLock lock(&mutex);
-  return !mutex.AwaitWithTimeout(absl::Condition(&stopping), time);
+  std::unique_lock<std::mutex> lock(mutex);
+  return !changed.wait_for(lock, absl::ToChronoNanoseconds(time), [this] { return stopping; });
 }
 
 void Server::Parts::UpkeepLoop() {
@@ -315,7 +317,7 @@ void Server::Parts::CheckCertificates() {
     spdlog::error("certificates_bad problem={}", LogQuote(expiries.status().message()));
     return;
   }
-  absl::MutexLock lock(&mutex);
+  const std::lock_guard<std::mutex> lock(mutex);
   certificates = *std::move(expiries);
 }
 
@@ -358,20 +360,22 @@ DrainResult Server::Drain(absl::Duration limit, const std::string& reason) {
 }
 
 void Server::RequestExit() {
-  absl::MutexLock lock(&parts_->mutex);
+  const std::lock_guard<std::mutex> lock(parts_->mutex);
   parts_->exit_requested = true;
+  parts_->changed.notify_all();
 }
 
 void Server::WaitForExit() {
-  absl::MutexLock lock(&parts_->mutex);
-  parts_->mutex.Await(absl::Condition(&parts_->exit_requested));
+  std::unique_lock<std::mutex> lock(parts_->mutex);
+  parts_->changed.wait(lock, [this] { return parts_->exit_requested; });
 }
 
 Server::Parts::~Parts() {
   if (ready_file_written) unlink(config.ready_file().c_str());
   {
-    absl::MutexLock lock(&mutex);
+    const std::lock_guard<std::mutex> lock(mutex);
     stopping = true;
+    changed.notify_all();
   }
   if (health != nullptr) health->SetReady(false);
   if (upkeep.joinable()) upkeep.join();

@@ -10,13 +10,12 @@
 #define LOCKS_KVD_SERVICE_SESSION_STREAM_H_
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "proto/clock.h"
 #include "proto/pool.grpc.pb.h"
 #include "service/auth.h"
@@ -62,10 +61,9 @@ class SessionStreams {
   SessionTable* const sessions_;
   Metrics* const metrics_;
   const Clock* const clock_;
-  mutable absl::Mutex mutex_;
-  absl::flat_hash_map<SessionStream*, std::shared_ptr<SessionStream>> streams_
-      ABSL_GUARDED_BY(mutex_);
-  std::string draining_reason_ ABSL_GUARDED_BY(mutex_);  // empty: not draining
+  mutable std::mutex mutex_;  // guards what follows
+  absl::flat_hash_map<SessionStream*, std::shared_ptr<SessionStream>> streams_;
+  std::string draining_reason_;  // empty: not draining
 };
 
 }  // namespace kvd

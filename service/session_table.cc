@@ -17,7 +17,7 @@ std::array<uint8_t, 16> RandomBytes16() {
 }
 
 SessionTable::~SessionTable() {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [token, session] : sessions_) {
     session.arena->EndSession(session.id, SessionEnd::kDetached);
   }
@@ -41,7 +41,7 @@ absl::StatusOr<SessionTable::Sessions::const_iterator> SessionTable::FindLocked(
 
 absl::StatusOr<SessionHandle> SessionTable::Find(const SessionToken& token,
                                                  const Incarnation& incarnation) const {
-  absl::ReaderMutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   KVD_ASSIGN_OR_RETURN(const auto it, FindLocked(token, incarnation));
   return SessionHandle{it->second.id, it->second.arena};
 }
@@ -49,7 +49,7 @@ absl::StatusOr<SessionHandle> SessionTable::Find(const SessionToken& token,
 absl::StatusOr<AttachedSession> SessionTable::Attach(std::shared_ptr<Arena> arena,
                                                      std::string client_name) {
   const SessionToken token = RandomBytes16();
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   uint32_t of_tenant = 0;
   for (const auto& [unused, session] : sessions_) {
     if (session.arena->tenant() == arena->tenant()) ++of_tenant;
@@ -68,7 +68,7 @@ absl::StatusOr<AttachedSession> SessionTable::Attach(std::shared_ptr<Arena> aren
 
 absl::StatusOr<SessionHandle> SessionTable::Ping(const SessionToken& token,
                                                  const Incarnation& incarnation) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   KVD_ASSIGN_OR_RETURN(const auto it, FindLocked(token, incarnation));
   Session& session = sessions_.find(it->first)->second;
   session.last_ping = options_.clock->Now();
@@ -78,7 +78,7 @@ absl::StatusOr<SessionHandle> SessionTable::Ping(const SessionToken& token,
 absl::Status SessionTable::Detach(const SessionToken& token, const Incarnation& incarnation) {
   SessionHandle ended;
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     KVD_ASSIGN_OR_RETURN(const auto it, FindLocked(token, incarnation));
     ended = {it->second.id, it->second.arena};
     sessions_.erase(it);
@@ -90,7 +90,7 @@ absl::Status SessionTable::Detach(const SessionToken& token, const Incarnation& 
 std::vector<SessionInfo> SessionTable::EndSilent() {
   std::vector<SessionInfo> ended;
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     const absl::Duration now = options_.clock->Now();
     for (auto it = sessions_.begin(); it != sessions_.end();) {
       const auto current = it++;
@@ -104,7 +104,7 @@ std::vector<SessionInfo> SessionTable::EndSilent() {
 }
 
 std::vector<SessionInfo> SessionTable::List() const {
-  absl::ReaderMutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const absl::Duration now = options_.clock->Now();
   std::vector<SessionInfo> list;
   list.reserve(sessions_.size());
@@ -113,7 +113,7 @@ std::vector<SessionInfo> SessionTable::List() const {
 }
 
 size_t SessionTable::size() const {
-  absl::ReaderMutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return sessions_.size();
 }
 

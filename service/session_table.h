@@ -8,14 +8,13 @@
 #define LOCKS_KVD_SERVICE_SESSION_TABLE_H_
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "proto/clock.h"
 #include "proto/wire.h"
@@ -90,15 +89,14 @@ class SessionTable {
   using Sessions = absl::flat_hash_map<SessionToken, Session>;
 
   absl::StatusOr<Sessions::const_iterator> FindLocked(const SessionToken& token,
-                                                      const Incarnation& incarnation) const
-      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+                                                      const Incarnation& incarnation) const;
   SessionInfo Info(const Session& session, absl::Duration now) const;
 
   const Options options_;
-  mutable absl::Mutex mutex_;
+  mutable std::mutex mutex_;  // guards what follows; FindLocked needs it
   // By token: the hash is salted per process, so its timing tells nothing about tokens.
-  Sessions sessions_ ABSL_GUARDED_BY(mutex_);
-  uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
+  Sessions sessions_;
+  uint64_t next_id_ = 1;
 };
 
 }  // namespace kvd

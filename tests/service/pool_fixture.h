@@ -6,6 +6,7 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -43,7 +44,7 @@ class PoolFixture : public ::testing::Test {
     admin_ = std::make_unique<AdminService>(
         credentials != nullptr, &metrics_, "the configuration",
         [this](absl::Duration limit, bool exit) -> absl::StatusOr<AdminService::DrainOutcome> {
-          drained_for_ = limit;
+          drained_for_ms_ = absl::ToInt64Milliseconds(limit);
           exit_asked_ = exit;
           return AdminService::DrainOutcome{true, 4};
         });
@@ -127,8 +128,8 @@ class PoolFixture : public ::testing::Test {
   std::unique_ptr<SessionTable> sessions_;
   std::unique_ptr<PoolService> pool_;
   std::unique_ptr<AdminService> admin_;
-  absl::Duration drained_for_;
-  bool exit_asked_ = false;
+  std::atomic<int64_t> drained_for_ms_{0};
+  std::atomic<bool> exit_asked_{false};
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<v1::Pool::Stub> stub_;

@@ -275,7 +275,7 @@ TEST_F(PoolServiceTest, AdminOnLoopbackDrainsAndShowsTheConfiguration) {
   drain.set_exit(true);
   v1::DrainReply drained;
   ASSERT_TRUE(admin_stub_->Drain(&drain_context, drain, &drained).ok());
-  EXPECT_EQ(drained_for_, absl::Milliseconds(1234));
+  EXPECT_EQ(drained_for_ms_, 1234);
   EXPECT_TRUE(exit_asked_);
   EXPECT_EQ(drained.leases_left(), 4u);
   grpc::ClientContext config_context;
@@ -341,6 +341,22 @@ TEST_F(PoolServiceTlsTest, TenantIsTheCertificatesAndAStolenTokenIsUseless) {
   ASSERT_EQ(stats.arenas_size(), 1);
   EXPECT_EQ(stats.arenas(0).tenant(), "rival");
   EXPECT_EQ(stats.sessions_size(), 0);
+}
+
+TEST_F(PoolServiceTlsTest, AnotherTenantCannotKeepASessionAlive) {
+  Become("acme");
+  v1::AttachReply reply;
+  ASSERT_TRUE(Attach(AttachRequest(), &reply).ok());
+  Become("rival");
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
+  auto stream = stub_->Session(&context);
+  v1::SessionPing ping;
+  *ping.mutable_session() = reply.session();
+  ASSERT_TRUE(stream->Write(ping));
+  v1::SessionEvent event;
+  EXPECT_FALSE(stream->Read(&event));
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::PERMISSION_DENIED);
 }
 
 TEST_F(PoolServiceTlsTest, RolesMayDoWhatIsTheirsAndNoMore) {

@@ -60,7 +60,7 @@ class TestCertificates {
     }
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    return grpc::CreateCustomChannel("localhost:" + std::to_string(port),
+    return grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(port),
                                      grpc::SslCredentials(options), arguments);
   }
 

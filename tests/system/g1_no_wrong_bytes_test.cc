@@ -5,6 +5,7 @@
 
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -21,6 +22,14 @@ class Recent {
     std::lock_guard<std::mutex> lock(mutex_);
     pages_.insert(pages_.end(), pages.begin(), pages.end());
     while (pages_.size() > kKept) pages_.pop_front();
+  }
+  // The version that was sealed at `ref`, if it is known yet: a generation of a slot names one page for ever.
+  std::optional<SealedVersion> Find(const SlotRef& ref) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const SealedVersion& page : pages_) {
+      if (page.ref.slot == ref.slot && page.ref.generation == ref.generation) return page;
+    }
+    return std::nullopt;
   }
   // Half from the newest few, which live, half from anywhere.
   std::vector<SealedVersion> Sample(size_t count, std::mt19937_64& random) const {
@@ -60,6 +69,18 @@ class NoWrongBytesTest : public ::testing::TestWithParam<PathKind> {
     return worker.ok() ? *std::move(worker) : nullptr;
   }
 
+  static locks_kvd::v1::MatchRequest MatchOf(uint64_t first_page, uint64_t request_id) {
+    locks_kvd::v1::MatchRequest match;
+    match.set_request_id(request_id);
+    match.add_shards(0);
+    for (uint64_t page = first_page; page < first_page + kBatch; ++page) {
+      const PageKey key = KeyOf(page);
+      match.mutable_pages()->mutable_keys()->append(key.begin(), key.end());
+      match.mutable_pages()->add_page_idx(static_cast<uint32_t>(page));
+    }
+    return match;
+  }
+
   static constexpr uint64_t kSlots = 40;
   static constexpr uint64_t kPages = 64;  // more than fit, so that each is put again and again
   static constexpr uint64_t kBatch = 8;
@@ -93,11 +114,7 @@ TEST_P(NoWrongBytesTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing
   const absl::Time end = absl::Now() + absl::Seconds(5);
   while (absl::Now() < end && total.num_wrong == 0) {
     const auto pages = recent.Sample(16, random);
-    const Fetched one = worker->Fetch(*attachment->fetcher, pages, absl::Seconds(10));
-    if (one.code != absl::StatusCode::kOk) total.code = one.code;
-    total.num_exact += one.num_exact;
-    total.num_missing += one.num_missing;
-    total.num_wrong += one.num_wrong;
+    total.Add(worker->Fetch(*attachment->fetcher, pages, absl::Seconds(10)));
   }
   stop = true;
   writing.join();
@@ -109,6 +126,54 @@ TEST_P(NoWrongBytesTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing
   EXPECT_EQ(num_failed, 0);
   RecordProperty("exact", static_cast<int>(total.num_exact));
   RecordProperty("missing", static_cast<int>(total.num_missing));
+}
+
+// A reader in another session than the writer's, as decode workers are: it matches pages by key, fetches them
+// while it leases them, gives the leases up and fetches them again while the writer takes their slots.
+TEST_P(NoWrongBytesTest, AReaderInAnotherSessionGetsWhatItLeasesWholeAndNothingElse) {
+  auto writer = Connect(GetParam());
+  auto reader = Connect(GetParam());
+  ASSERT_TRUE(writer != nullptr && reader != nullptr);
+  Recent recent;
+  std::jthread writing([&](const std::stop_token& stop) {
+    for (uint64_t write = 1; !stop.stop_requested(); ++write) {
+      const auto versions = VersionsOf(write * kBatch % kPages, kBatch, write);
+      const PutReport held = writer->Put(versions);  // held until its pages are known to the reader
+      recent.Add(NewPages(versions, held));
+    }
+  });
+  const std::shared_ptr<Attachment> attachment = reader->attachment();
+  PoolChannel& channel = reader->pool().channel(0);
+  Recent given_up;  // just now, and a while ago
+  std::mt19937_64 random(1);
+  Fetched leased, released;
+  const absl::Time end = absl::Now() + absl::Seconds(5);
+  for (uint64_t turn = 1; absl::Now() < end && leased.num_wrong + released.num_wrong == 0; ++turn) {
+    const auto matched = channel.Match(*attachment, MatchOf(turn * kBatch % kPages, turn));
+    ASSERT_TRUE(matched.ok()) << matched.status();
+    locks_kvd::v1::ReleaseRequest release;
+    *release.mutable_slots() = matched->slots();
+    *release.mutable_generations() = matched->generations();
+    std::vector<SealedVersion> pages;
+    for (int i = 0; i < matched->slots_size(); ++i) {
+      const auto page = recent.Find({.slot = matched->slots(i), .generation = matched->generations(i)});
+      if (page.has_value()) pages.push_back(*page);
+    }
+    leased.Add(reader->Fetch(*attachment->fetcher, pages, absl::Seconds(10)));
+    ASSERT_TRUE(channel.Release(*attachment, release).ok());
+    given_up.Add(pages);
+    released.Add(reader->Fetch(*attachment->fetcher, given_up.Sample(16, random), absl::Seconds(10)));
+  }
+  writing.request_stop();
+  writing.join();
+  EXPECT_EQ(leased.code, absl::StatusCode::kOk);
+  EXPECT_EQ(leased.num_wrong, 0);
+  EXPECT_EQ(leased.num_missing, 0);  // G2: what is leased stays
+  EXPECT_GT(leased.num_exact, 1000);
+  EXPECT_EQ(released.num_wrong, 0);
+  EXPECT_GT(released.num_missing, 0);
+  // Over ucx a session is served only what it leases.
+  EXPECT_EQ(released.num_exact == 0, GetParam() == PathKind::kUcx);
 }
 
 // The comparison above is able to fail: a version is not its successor.

@@ -8,8 +8,12 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
 #include <random>
+#include <set>
 
+#include "absl/strings/str_split.h"
 #include "proto/address.h"
 #include "tests/system/system_worker.h"
 
@@ -25,6 +29,8 @@ class OverloadTest : public ::testing::Test {
     spec.session_ttl_ms = 60000;  // a frozen daemon is late, not lost
     auto dir = std::make_unique<TempDir>();
     auto config = MakeConfig(spec, dir->path());
+    config.set_health_address("127.0.0.1:0");
+    config.set_metrics_address("127.0.0.1:0");
     config.mutable_limits()->set_sessions_per_tenant(sessions_per_tenant);
     auto daemon = DaemonProcess::Start(std::move(dir), config);
     ASSERT_TRUE(daemon.ok()) << daemon.status();
@@ -108,16 +114,42 @@ void SendGarbage(int family, const sockaddr* address, socklen_t size, std::mt199
   close(fd);
 }
 
-TEST_F(OverloadTest, GarbageOnTheControlPortAndTheUnixSocketIsHarmless) {
+// Every TCP port that a process listens on, from the kernel's tables.
+std::set<uint16_t> ListeningPorts(pid_t pid) {
+  std::set<std::string> sockets;  // inodes of the process
+  for (const auto& fd : std::filesystem::directory_iterator(absl::StrCat("/proc/", pid, "/fd"))) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(fd.path(), gone).string();
+    if (target.rfind("socket:[", 0) == 0) sockets.insert(target.substr(8, target.size() - 9));
+  }
+  std::set<uint16_t> ports;
+  for (const char* table : {"tcp", "tcp6"}) {
+    std::ifstream in(absl::StrCat("/proc/", pid, "/net/", table));
+    std::string line;
+    std::getline(in, line);
+    while (std::getline(in, line)) {
+      const std::vector<std::string> f = absl::StrSplit(line, ' ', absl::SkipEmpty());
+      const bool listens = f.size() > 9 && f[3] == "0A";
+      if (!listens || sockets.count(f[9]) == 0) continue;
+      ports.insert(static_cast<uint16_t>(std::stoul(f[1].substr(f[1].rfind(':') + 1), nullptr, 16)));
+    }
+  }
+  return ports;
+}
+
+TEST_F(OverloadTest, GarbageOnEveryPortAndOnTheUnixSocketIsHarmless) {
   Start();
-  auto worker = Connect(PathKind::kShared);
+  auto worker = Connect(PathKind::kUcx);
   ASSERT_TRUE(worker.ok()) << worker.status();
+  const std::set<uint16_t> ports = ListeningPorts(daemon_->pid());
   const auto control = Address::Parse(daemon_->address());
-  ASSERT_TRUE(control.ok()) << control.status();
-  sockaddr_in tcp = {};
-  tcp.sin_family = AF_INET;
-  tcp.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  tcp.sin_port = htons(static_cast<uint16_t>(control->port));
+  const auto health = Address::Parse(daemon_->ready().health_address());
+  const auto metrics = Address::Parse(daemon_->ready().metrics_address());
+  ASSERT_TRUE(control.ok() && health.ok() && metrics.ok());
+  for (const auto& known : {*control, *health, *metrics}) {
+    EXPECT_EQ(ports.count(static_cast<uint16_t>(known.port)), 1u) << known.port;
+  }
+  EXPECT_GT(ports.size(), 3u);  // and those of UCX
   sockaddr_un local = {};
   local.sun_family = AF_UNIX;
   const std::string& path = daemon_->ready().socket_path();
@@ -125,13 +157,21 @@ TEST_F(OverloadTest, GarbageOnTheControlPortAndTheUnixSocketIsHarmless) {
   std::memcpy(local.sun_path, path.data(), path.size());
   std::mt19937_64 random(1);
   for (int i = 0; i < 50; ++i) {
-    SendGarbage(AF_INET, reinterpret_cast<const sockaddr*>(&tcp), sizeof(tcp), random);
+    for (const uint16_t port : ports) {
+      sockaddr_in tcp = {};
+      tcp.sin_family = AF_INET;
+      tcp.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+      tcp.sin_port = htons(port);
+      SendGarbage(AF_INET, reinterpret_cast<const sockaddr*>(&tcp), sizeof(tcp), random);
+    }
     SendGarbage(AF_UNIX, reinterpret_cast<const sockaddr*>(&local), sizeof(local), random);
   }
-  ExpectWorks(**worker, 0);
-  auto later = Connect(PathKind::kShared);
-  ASSERT_TRUE(later.ok()) << later.status() << daemon_->LogTail();
-  ExpectWorks(**later, 100);
+  ASSERT_NO_FATAL_FAILURE(ExpectWorks(**worker, 0));
+  for (const PathKind kind : {PathKind::kShared, PathKind::kUcx}) {
+    auto later = Connect(kind);
+    ASSERT_TRUE(later.ok()) << later.status() << daemon_->LogTail();
+    ASSERT_NO_FATAL_FAILURE(ExpectWorks(**later, 100 + 100 * static_cast<uint64_t>(kind)));
+  }
   const auto status = daemon_->Stop();
   ASSERT_TRUE(status.ok()) << status.status();
   EXPECT_EQ(*status, 0) << daemon_->LogTail();

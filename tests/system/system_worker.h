@@ -68,6 +68,13 @@ struct Fetched {
   int64_t num_exact = 0;    // valid, and the sealed bytes
   int64_t num_missing = 0;  // not valid
   int64_t num_wrong = 0;    // valid with other bytes: G1 is broken
+
+  void Add(const Fetched& other) {
+    if (other.code != absl::StatusCode::kOk) code = other.code;
+    num_exact += other.num_exact;
+    num_missing += other.num_missing;
+    num_wrong += other.num_wrong;
+  }
 };
 
 class SystemWorker {
@@ -86,13 +93,21 @@ class SystemWorker {
     return worker;
   }
 
-  // Puts versions on daemon 0.
+  // Puts versions on daemon 0; all have failed if it is not attached.
   PutReport Put(std::span<const PageVersion> versions) {
+    const PoolView view = pool_->View();
+    if (view.live.empty()) {
+      PutReport lost;
+      lost.pages.resize(versions.size());
+      lost.num_failed = static_cast<int64_t>(versions.size());
+      lost.first_failure = absl::UnavailableError("the daemon is not attached");
+      return lost;
+    }
     std::vector<PlacedPage> placed;
     for (const PageVersion& version : versions) {
       placed.push_back({KeyOf(version.page), static_cast<uint32_t>(version.page % 1000), 0});
     }
-    return writer_->Write(pool_->View(), placed,
+    return writer_->Write(view, placed,
                           [&](size_t i, int layer, int head, uint8_t* unit) {
                             const auto bytes = UnitOf(shape_, versions[i], layer, head);
                             std::memcpy(unit, bytes.data(), bytes.size());
