@@ -115,9 +115,10 @@ absl::Status Apply(Arguments& arg, LocksctlOptions& o) {
     KVD_ASSIGN_OR_RETURN(const std::string text, arg.Value());
     o.daemons.push_back(text);
   } else if (name == "-o" || name == "--output") {
-    KVD_ASSIGN_OR_RETURN(const std::string text, arg.Value());
-    if (text != "table" && text != "json") return Bad(name, text, "table or json");
-    o.output = text == "json" ? OutputForm::kJson : OutputForm::kTable;
+    const absl::StatusOr<std::string> form = arg.Value();
+    KVD_RETURN_IF_ERROR(form.status());
+    if (*form != "table" && *form != "json") return Bad(name, *form, "table or json");
+    o.output = *form == "json" ? OutputForm::kJson : OutputForm::kTable;
   } else if (name == "--timeout") {
     KVD_ASSIGN_OR_RETURN(o.timeout, arg.DurationValue());
   } else if (name == "--interval") {

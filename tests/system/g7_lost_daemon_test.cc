@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <numeric>
@@ -101,14 +102,19 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
     std::vector<float> o(q.size());
     std::vector<float> lse(static_cast<size_t>(g.num_q_heads));
     absl::Status status = sequence.Run(layer, {q.data(), k.data(), v.data()}, {o.data(), lse.data()});
+    std::vector<int> all(kPages);
+    std::iota(all.begin(), all.end(), 0);
     std::vector<int> pages;
-    for (int page = 0; page < kPages; ++page) {
+    for (const int page : all) {
       if (without.count(page) == 0) pages.push_back(page);
     }
+    exact_lost_.clear();
     for (int h = 0; h < g.num_q_heads; ++h) {
       const auto truth = data_.Attend(layer, h, q.data() + h * g.head_dim, pages,
                                       kPages * g.page_tokens, token + 1);
       *worst = std::max(*worst, std::abs(truth.lse - lse[static_cast<size_t>(h)]));
+      const auto whole = data_.Attend(layer, h, q.data() + h * g.head_dim, all, kPages * g.page_tokens, token + 1);
+      exact_lost_.push_back(1 - std::exp(truth.lse - whole.lse));
       for (int i = 0; i < g.head_dim; ++i) {
         *worst = std::max(*worst, std::abs(truth.o[static_cast<size_t>(i)] -
                                            o[static_cast<size_t>(h * g.head_dim + i)]));
@@ -157,9 +163,11 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
   void ExpectLostMass(const Sequence& sequence) {
     const auto lost = sequence.result().lost_mass;
     ASSERT_EQ(lost.size(), static_cast<size_t>(geometry_.num_q_heads));
-    for (const float mass : lost) {
-      EXPECT_GT(mass, 0.0f);
-      EXPECT_LT(mass, 1.0f);
+    // The estimate comes from the records. These keys are independent noise, the worst that a record of few
+    // modes can be asked to keep: it misses part of the energy, and the mass of unread pages is estimated low.
+    for (size_t h = 0; h < lost.size(); ++h) {
+      EXPECT_GT(lost[h], exact_lost_[h] / 2) << "query head " << h;
+      EXPECT_LT(lost[h], exact_lost_[h] * 1.25) << "query head " << h;
     }
   }
 
@@ -176,6 +184,7 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
   std::vector<int> owners_;
   int victim_ = 0;
   int64_t token_ = 0;
+  std::vector<double> exact_lost_;  // [query heads] of the layer run last: mass on the pages it was to do without
 };
 
 TEST_P(LostDaemonTest, RecomputeReportsThePagesAndRepairsExactlyWhatWasPutAgain) {
