@@ -5,56 +5,25 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <climits>
 #include <cstddef>
 #include <cstring>
-#include <deque>
 #include <thread>
 #include <utility>
-#include <vector>
 
-#include "kernels/check.h"
+#include "client/ucx_fetcher_impl.h"
 #include "kernels/checksum.h"
-#include "proto/staging.h"
 #include "proto/status.h"
-#include "proto/ucx_link.h"
 
 namespace kvd {
 namespace {
 
 using Steady = std::chrono::steady_clock;
 
-// Memory for pieces that have come and were not looked at yet; beyond it their sender waits.
-constexpr size_t kMaxPieces = 1024;
-constexpr size_t kFirstPieces = 16;
-constexpr size_t kUsualPieceBytes = size_t{320} << 10;
 // Records of one request of FetchSummaries.
 constexpr size_t kSummaryBatchBytes = size_t{32} << 20;
 // A waiting thread looks this long before it sleeps: two wake-ups cost about as much.
 constexpr auto kSpin = std::chrono::microseconds(30);
 constexpr auto kShutdownLimit = std::chrono::seconds(1);
-constexpr int kListBits = 3;
-static_assert(UcxFetcher::kMaxLists == 1 << kListBits);
-
-absl::StatusCode CodeOf(WireStatus status) {
-  switch (status) {
-    case WireStatus::kOk:
-      return absl::StatusCode::kOk;
-    case WireStatus::kInvalid:
-      return absl::StatusCode::kInvalidArgument;
-    case WireStatus::kAborted:
-      return absl::StatusCode::kAborted;
-    case WireStatus::kExhausted:
-      return absl::StatusCode::kResourceExhausted;
-    case WireStatus::kLate:
-      return absl::StatusCode::kDeadlineExceeded;
-    case WireStatus::kUnavailable:
-      break;
-  }
-  return absl::StatusCode::kUnavailable;
-}
 
 // Sleeps while *word == seen, until `deadline` at the latest.
 void FutexWait(std::atomic<uint32_t>& word, uint32_t seen, Steady::time_point deadline) {
@@ -65,125 +34,7 @@ void FutexWait(std::atomic<uint32_t>& word, uint32_t seen, Steady::time_point de
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &timeout, nullptr, 0);
 }
 
-void FutexWake(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
-
 }  // namespace
-
-class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxTask {
- public:
-  explicit Impl(const SlotLayout& slot) : slot_(slot) {
-    for (int i = 0; i < kMaxLists; ++i) {
-      requests_[i].impl = this;
-      requests_[i].index = static_cast<uint64_t>(i);
-      requests_[i].entries.reset(new FetchEntry[kMaxUnits]);
-      requests_[i].covered.resize(kMaxUnits);
-    }
-    for (size_t i = 0; i < kFirstPieces; ++i) MakePiece()->bytes.Reserve(kUsualPieceBytes);
-    for (auto& piece : pieces_) free_pieces_.push_back(piece.get());
-  }
-
-  void Start(FetchList& list, uint8_t flags);
-  void Wait(FetchList& list, uint8_t flags);
-  void Shutdown();
-
-  void OnMessage(const MessageHeader& header, UcxPayload& payload) override;
-  bool Poll() override;
-  void RunOnProgressThread() override;  // pieces came back while payloads wait for room
-  bool Idle() const;
-  void DropHeld() { held_.clear(); }
-
-  size_t summary_bytes() const { return slot_.summary_bytes(); }
-
-  std::unique_ptr<UcxLink> link_;
-  std::atomic<uint64_t> num_dropped_{0};
-
- private:
-  struct Piece final : UcxReceive {
-    Impl* impl = nullptr;
-    Piece* next = nullptr;  // in a stack of pieces
-    MessageHeader header;
-    size_t size = 0;
-    StagingBuffer bytes;
-    void OnReceived(bool ok) override { impl->OnPiece(*this, ok); }
-  };
-  static Piece* Closed() { return reinterpret_cast<Piece*>(uintptr_t{1}); }
-
-  // One list on its way. Held by the caller (Start to Wait) and by the progress thread (from the post until
-  // the request was sent); free when both have let go.
-  struct Request final : UcxTask, UcxSend {
-    Impl* impl = nullptr;
-    uint64_t index = 0;
-    std::atomic<int> holders{0};
-    std::atomic<uint64_t> number{0};  // upper bits count up, lower kListBits are the index
-    std::unique_ptr<FetchEntry[]> entries;
-    std::vector<bool> covered;  // of the caller: entries that were answered
-    Steady::time_point deadline;
-    // Pieces that came, newest first; Closed() once the caller has left.
-    std::atomic<Piece*> arrived{Closed()};
-    std::atomic<uint64_t> failure{0};  // number << 8 | code
-    std::atomic<uint32_t> events{0};   // futex word: grows with each piece or failure
-    std::atomic<bool> asleep{false};
-
-    void RunOnProgressThread() override { impl->SendRequest(*this); }
-    void OnSent(bool ok) override {
-      if (!ok) Fail(number.load(), absl::StatusCode::kUnavailable);
-      holders.fetch_sub(1, std::memory_order_release);
-    }
-    void Fail(uint64_t which, absl::StatusCode code) {
-      failure.store(which << 8 | static_cast<uint64_t>(code), std::memory_order_release);
-      Wake();
-    }
-    void Wake() {
-      events.fetch_add(1);
-      if (asleep.load()) FutexWake(events);
-    }
-  };
-
-  size_t ItemBytes(uint8_t flags) const {
-    return (flags & kFlagSummaries) != 0 ? sizeof(PageHeader) + slot_.summary_bytes() : slot_.unit_bytes;
-  }
-
-  size_t DestinationBytes(uint8_t flags) const {
-    return (flags & kFlagSummaries) != 0 ? slot_.summary_bytes() : slot_.unit_bytes;
-  }
-
-  // --- the caller's thread ---
-  Request* Claim();
-  bool TakePieces(Request& request, FetchList& list, uint8_t flags, size_t& left);
-  bool TakePiece(Request& request, const Piece& piece, FetchList& list, uint8_t flags);
-  void TakeItem(const uint8_t* item, FetchList& list, size_t entry, uint8_t flags) const;
-  void GiveBack(Piece* first);
-  void Leave(Request& request);
-
-  // --- the progress thread ---
-  void SendRequest(Request& request);
-  void Receive(const MessageHeader& header, UcxPayload& payload);
-  void OnPiece(Piece& piece, bool ok);
-  Piece* MakePiece();
-  Piece* TakeFreePiece();
-
-  const SlotLayout slot_;
-  std::atomic<bool> lost_{false};
-  std::atomic<uint64_t> sequence_{0};
-  Request requests_[kMaxLists];
-
-  std::atomic<Piece*> returned_{nullptr};    // a stack that the progress thread empties at once
-  std::atomic<bool> room_wanted_{false};     // payloads are held until pieces come back
-  std::atomic<bool> room_task_queued_{false};
-  std::vector<std::unique_ptr<Piece>> pieces_;
-  std::vector<Piece*> free_pieces_;
-  struct Held {
-    MessageHeader header;
-    UcxPayload payload;
-  };
-  std::deque<Held> held_;
-  size_t num_receiving_ = 0;
-  bool failure_seen_ = false;
-};
-
-// --- the caller's thread ------------------------------------------------------------------------------
 
 UcxFetcher::Impl::Request* UcxFetcher::Impl::Claim() {
   for (Request& request : requests_) {
@@ -342,117 +193,6 @@ void UcxFetcher::Impl::Leave(Request& request) {
 void UcxFetcher::Impl::Shutdown() {
   lost_.store(true, std::memory_order_release);
   for (Request& request : requests_) request.Wake();
-}
-
-// --- the progress thread ------------------------------------------------------------------------------
-
-void UcxFetcher::Impl::SendRequest(Request& request) {
-  link_->Send(request, {reinterpret_cast<const uint8_t*>(request.entries.get()),
-                        request.header.count * sizeof(FetchEntry)});
-}
-
-UcxFetcher::Impl::Piece* UcxFetcher::Impl::MakePiece() {
-  pieces_.push_back(std::make_unique<Piece>());
-  pieces_.back()->impl = this;
-  return pieces_.back().get();
-}
-
-UcxFetcher::Impl::Piece* UcxFetcher::Impl::TakeFreePiece() {
-  if (free_pieces_.empty()) {
-    for (Piece* piece = returned_.exchange(nullptr, std::memory_order_acquire); piece != nullptr;
-         piece = piece->next) {
-      free_pieces_.push_back(piece);
-    }
-  }
-  if (!free_pieces_.empty()) {
-    Piece* piece = free_pieces_.back();
-    free_pieces_.pop_back();
-    return piece;
-  }
-  return pieces_.size() < kMaxPieces ? MakePiece() : nullptr;
-}
-
-void UcxFetcher::Impl::OnMessage(const MessageHeader& header, UcxPayload& payload) {
-  const uint64_t number = header.request & ((uint64_t{1} << 48) - 1);
-  Request& request = requests_[number & (kMaxLists - 1)];
-  const bool current = request.number.load(std::memory_order_acquire) == number &&
-                       request.arrived.load(std::memory_order_acquire) != Closed();
-  const size_t most = std::max(kMaxPieceBytes, BitmapBytes(1) + ItemBytes(kFlagSummaries));
-  if (!current || header.type != MessageType::kFetchReply || payload.bytes() > most) {
-    num_dropped_.fetch_add(1, std::memory_order_relaxed);
-    return;
-  }
-  if (header.status != WireStatus::kOk) return request.Fail(number, CodeOf(header.status));
-  if (payload.bytes() < BitmapBytes(1)) return request.Fail(number, absl::StatusCode::kInternal);
-  Receive(header, payload);
-}
-
-void UcxFetcher::Impl::Receive(const MessageHeader& header, UcxPayload& payload) {
-  Piece* piece = held_.empty() ? TakeFreePiece() : nullptr;
-  if (piece == nullptr) {
-    held_.push_back({header, payload.Hold()});
-    room_wanted_.store(true);
-    // A piece that came back before `room_wanted_` was seen woke nobody.
-    if (returned_.load() != nullptr && !room_task_queued_.exchange(true)) link_->worker()->Post(*this);
-    return;
-  }
-  piece->header = header;
-  piece->size = payload.bytes();
-  ++num_receiving_;
-  uint8_t* buffer = piece->bytes.Reserve(piece->size);
-  payload.ReceiveInto(buffer, *piece);
-}
-
-void UcxFetcher::Impl::RunOnProgressThread() {
-  room_task_queued_.store(false);
-  while (!held_.empty()) {
-    Piece* piece = TakeFreePiece();
-    if (piece == nullptr) return;
-    Held next = std::move(held_.front());
-    held_.pop_front();
-    piece->header = next.header;
-    piece->size = next.payload.bytes();
-    ++num_receiving_;
-    uint8_t* buffer = piece->bytes.Reserve(piece->size);
-    next.payload.ReceiveInto(buffer, *piece);
-  }
-  room_wanted_.store(false);
-}
-
-void UcxFetcher::Impl::OnPiece(Piece& piece, bool ok) {
-  --num_receiving_;
-  const uint64_t number = piece.header.request & ((uint64_t{1} << 48) - 1);
-  Request& request = requests_[number & (kMaxLists - 1)];
-  bool wanted = ok && request.number.load(std::memory_order_acquire) == number;
-  Piece* head = request.arrived.load(std::memory_order_relaxed);
-  while (wanted) {
-    if (head == Closed()) {
-      wanted = false;
-      break;
-    }
-    piece.next = head;
-    if (request.arrived.compare_exchange_weak(head, &piece, std::memory_order_acq_rel)) return request.Wake();
-  }
-  if (!ok) request.Fail(number, absl::StatusCode::kUnavailable);
-  num_dropped_.fetch_add(1, std::memory_order_relaxed);
-  free_pieces_.push_back(&piece);
-}
-
-// The only news that comes without a message: the endpoint has failed.
-bool UcxFetcher::Impl::Poll() {
-  if (failure_seen_ || !link_->failed()) return false;
-  failure_seen_ = true;
-  held_.clear();
-  for (Request& request : requests_) {
-    request.Fail(request.number.load(std::memory_order_acquire), absl::StatusCode::kUnavailable);
-  }
-  return true;
-}
-
-bool UcxFetcher::Impl::Idle() const {
-  return num_receiving_ == 0 && !room_task_queued_.load() &&
-         std::all_of(std::begin(requests_), std::end(requests_),
-                     [](const Request& request) { return request.holders.load() == 0; });
 }
 
 // --- the fetcher --------------------------------------------------------------------------------------
