@@ -20,7 +20,7 @@ namespace kvd {
 struct GatherUnit {
   const uint8_t* source;      // unit in the arena
   const PageHeader* header;   // its slot's header
-  uint64_t generation;        // expected, even
+  uint64_t generation;        // expected: even, and seen sealed before the copy began (Match gives such)
   uint8_t* destination;
 };
 
