@@ -5,6 +5,7 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -258,6 +259,7 @@ class DaemonProcessTest : public ServerTest {
     std::ofstream(file) << PrintConfig(patient);
     pid_ = fork();
     if (pid_ == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
       execl(KVD_DAEMON, "locks-kvd", "--config", file.c_str(), "--log-level", "warn", nullptr);
       _exit(127);
     }

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <google/protobuf/text_format.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -103,6 +104,7 @@ absl::Status DaemonProcess::Launch() {
                                const_cast<char*>(flag.c_str()), nullptr};
   pid_ = fork();
   if (pid_ == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that crashes or is killed leaves no daemon behind
     dup2(log, STDOUT_FILENO);
     dup2(log, STDERR_FILENO);
     execv(argv[0], argv.data());

@@ -2,6 +2,7 @@
 
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -200,6 +201,7 @@ ChildDaemon::ChildDaemon(int num_pages) {
   pid_ = fork();
   KVD_CHECK(pid_ >= 0);
   if (pid_ == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     close(sockets[0]);
     execl("/proc/self/exe", "child-daemon", kChildFlag, fd.c_str(), pages_text.c_str(), nullptr);
     _exit(127);
