@@ -107,7 +107,7 @@ class FrozenClientTest : public ::testing::TestWithParam<PathKind> {
   }
   // Slots that pages can be put in: the canary has one of its own.
   uint64_t Capacity() {
-    const auto& arena = Stats().arenas(0);
+    const auto arena = Stats().arenas(0);
     return uint64_t{arena.slots_free()} + arena.slots_sealed();
   }
   // Puts pages, none of them resident, and gives their leases up; the sealed ones.
@@ -161,7 +161,7 @@ TEST_P(FrozenClientTest, ItsLeasesEndItsSlotsWaitAndItsStaleReadsFindNothing) {
 TEST_P(FrozenClientTest, BytesThatItSendsWhenItWakesLandInNobodysPage) {
   ASSERT_EQ(client_->Ask("churn"), "churning");
   const auto sealed_so_far = [&] {
-    const auto& arena = Stats().arenas(0);
+    const auto arena = Stats().arenas(0);
     return arena.slots_sealed() + arena.evicted_pages();
   };
   for (int round = 0; round < 2; ++round) {
@@ -170,7 +170,7 @@ TEST_P(FrozenClientTest, BytesThatItSendsWhenItWakesLandInNobodysPage) {
     client_->Freeze();
     ASSERT_TRUE(WaitFor([&] { return Stats().sessions_size() == 1; }));
     ASSERT_TRUE(WaitFor([&] {
-      const auto& arena = Stats().arenas(0);
+      const auto arena = Stats().arenas(0);
       return arena.slots_reserved() == 0 && arena.slots_quarantined() == 0;
     }));
     // All but a few slots now hold pages of this worker, leased; the few are for the churn to go on.
