@@ -11,7 +11,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -20,6 +19,9 @@
 #include "absl/flags/parse.h"
 #include "absl/strings/str_cat.h"
 #include "bench/gpu_bandwidth.h"
+#include "bench/gpu_select_bench.h"
+#include "bench/gpu_summarize_bench.h"
+#include "bench/gpu_timing.h"
 #include "bench/report.h"
 #include "kernels/attend.h"
 #include "kernels/checksum.h"
@@ -37,7 +39,6 @@ namespace kvd::bench {
 namespace {
 
 using kvd::testing::DeviceArray;
-using kvd::testing::Graph;
 
 constexpr int kDim = 128, kTokens = 16, kRank = 8, kKvHeads = 8, kGroup = 4;
 constexpr float kScale = 0.08838834764831845f;  // 128^-1/2
@@ -51,17 +52,6 @@ void Expect(bool right, const std::string& what) {
   if (right) return;
   ++num_wrong;
   std::fprintf(stderr, "WRONG: %s\n", what.c_str());
-}
-
-// Median microseconds of one of the `num_launches` launches that `enqueue(i, stream)` makes.
-double MedianUs(int num_launches, const std::function<void(int, cudaStream_t)>& enqueue) {
-  const Graph graph([&](cudaStream_t stream) {
-    for (int i = 0; i < num_launches; ++i) enqueue(i, stream);
-  });
-  for (int i = 0; i < 3; ++i) graph.Replay();
-  std::vector<double> us;
-  for (int i = 0; i < 25; ++i) us.push_back(double{graph.ReplayMs()} * 1000 / num_launches);
-  return Median(us);
 }
 
 int NumSets(size_t bytes) { return static_cast<int>(std::clamp<size_t>(kRotateBytes / bytes + 1, 2, 64)); }
@@ -347,6 +337,8 @@ int Main() {
   AddGather(8192, &report);
   AddAttend(1, &report);
   AddAttend(8, &report);
+  num_wrong += AddSelectAndResolve(&report);
+  num_wrong += AddSummarize(ReadRate(size_t{1} << 30, false), &report);
   AddSmall(&report);
   report.PrintTable();
   if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) {

@@ -21,6 +21,10 @@
 
 #include <cstdint>
 
+#if KVD_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace kvd {
 
 // Slots that one (layer, KV head) of one sequence may have: six for each of 682 selected pages.
@@ -47,6 +51,42 @@ int Resolve(const ResolveArgs& args);
 void Evict(const ResolveArgs& args, int slot);
 
 }  // namespace ref
+
+#if KVD_CUDA
+// The page cache of one (layer, KV head) of one sequence, as the GPU sees it.
+struct ResolveRow {
+  int32_t* page_slot;   // [P_cap]
+  int32_t* slot_page;   // [S]
+  uint64_t* slot_step;  // [S]
+  int32_t num_slots;    // S <= max_slots
+};
+
+// Many rows at once: every pointer, and every pointer behind one, is to device memory.
+struct ResolveBatch {
+  int num_rows;              // M
+  int max_pages;             // K: row length of the lists; select's num_select
+  int max_slots;             // no row has more; sizes the launch
+  const ResolveRow* rows;    // [M]; no two share a map
+  const int32_t* pages;      // [M, K] as select leaves them: ascending, distinct
+  const int32_t* num_pages;  // [M] select's num_selected; 0 changes nothing
+  const uint64_t* step;      // [1] grows from launch to launch; 1 <= step < 2^52
+  int32_t* slots;            // [M, K] out: as above; -1 from num_pages on
+  int32_t* miss_idx;         // [M, K] out: as above; -1 from num_misses on
+  int32_t* num_misses;       // [M] out
+};
+
+// Resolve for every row: the same maps, slots and misses as the reference. Counts, rows and step are read when the
+// kernel runs.
+// Stream:   one launch, enqueued on `stream` only; allocates nothing; no host sync; capturable.
+// Errors:   cudaErrorInvalidValue if a count is negative or max_slots > kMaxCacheSlots (nothing is enqueued); else
+//           the launch's.
+[[nodiscard]] cudaError_t LaunchResolve(const ResolveBatch& batch, cudaStream_t stream);
+
+// Evicts the misses whose fetch failed: those with valid[m, j] = 0, j a position in miss_idx, as LaunchGatherUnits
+// leaves it. Their entry of `slots` becomes -1, so that nothing attends them. Without it the next step would take
+// the slot's bytes for a hit. Stream and Errors as above.
+[[nodiscard]] cudaError_t LaunchEvictInvalid(const ResolveBatch& batch, const uint8_t* valid, cudaStream_t stream);
+#endif
 }  // namespace kvd
 
 #endif  // LOCKS_KVD_KERNELS_RESOLVE_H_

@@ -25,6 +25,10 @@
 
 #include "kernels/layout.h"
 
+#if KVD_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace kvd {
 
 enum class CombineRule : uint32_t {
@@ -55,12 +59,26 @@ struct SelectArgs {
   void* scratch;                      // SelectScratchBytes(lse_stride) bytes, 64-byte aligned
 };
 
-// Scratch for one (sequence, KV head) at a time.
+// Scratch of the reference, for one (sequence, KV head) at a time.
 size_t SelectScratchBytes(int64_t lse_stride);
 
 namespace ref {
 void Select(const SelectArgs& args);
 }  // namespace ref
+
+#if KVD_CUDA
+// The same on the GPU: every pointer, and every pointer behind one, is to device memory. num_pages, selectable and
+// the candidate lists are read when the kernel runs, not when it is launched. `scratch` is not used and may be null.
+// Stream:   one launch, enqueued on `stream` only; allocates nothing; no host sync; capturable. The first call on a
+//           device asks the driver for its limits.
+// REQUIRES: 0 <= num_pages[n] <= lse_stride; candidates are pages of their sequence; lse is not +inf.
+// Numerics: log_norm, threshold and scores as the reference's within 1e-5 nats, relative 2e-6 of the largest |Z|; on
+//           these scores the choice is exact. Equal inputs give equal bits, whatever the rest of the batch is.
+// Errors:   cudaErrorInvalidValue if group is not in 1..16, lse not 16-byte aligned, lse_stride not a multiple of 4
+//           in 4..kMaxPages, a count is negative (or one of sequences or KV heads above 65535) or the rule is unknown
+//           (nothing is enqueued); else the launch's.
+[[nodiscard]] cudaError_t LaunchSelect(const SelectArgs& args, cudaStream_t stream);
+#endif
 }  // namespace kvd
 
 #endif  // LOCKS_KVD_KERNELS_SELECT_H_

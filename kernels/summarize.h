@@ -24,6 +24,10 @@
 
 #include "kernels/layout.h"
 
+#if KVD_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace kvd {
 
 // How codes are chosen; decoders do not care.
@@ -53,6 +57,51 @@ namespace ref {
 void Summarize(const SummarizeArgs& args);
 
 }  // namespace ref
+
+#if KVD_CUDA
+// Records of many units in one launch. All pointers, and all pointers behind them, are to device
+// memory, 16-byte aligned.
+struct SummarizeUnitsArgs {
+  int head_dim;
+  int page_tokens;
+  int rank;
+  KvDtype dtype;
+  bool rotated;
+  Encoder encoder;
+  int64_t num_units;              // U
+  const uint8_t* const* units;    // [U]
+  const uint8_t* const* metrics;  // [U] packed, of the unit's layer and head; kE1S only, else null
+  uint8_t* const* coarse;         // [U] out
+  uint8_t* const* fine;           // [U] out
+  int32_t* non_finite;            // [U] out: FirstNonFinite of K and V, -1 if all are finite
+};
+
+// A metric as the kernel's matrix products read it: made once, when a model's metric is loaded.
+constexpr size_t PackedMetricBytes(int head_dim) {
+  const auto tiles = static_cast<size_t>(head_dim / 16);
+  return 2 * tiles * tiles * 512 + 128;
+}
+
+// Packs `num_metrics` matrices [D, D] (rotated and ridged, as QueryMetric::at gives them) into as
+// many times PackedMetricBytes(D) bytes, one after another.
+// Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable.
+// Errors:   cudaErrorInvalidValue for another head_dim; else the launch's.
+[[nodiscard]] cudaError_t LaunchPackMetrics(const float* metrics, int num_metrics, int head_dim,
+                                            uint8_t* packed, cudaStream_t stream);
+
+// Writes both parts of every unit's record, checksum included, and whether the unit may be sealed:
+// the record of one with a NaN or Inf is all zeros.
+// Stream:   enqueues on `stream` only; allocates nothing; needs no workspace; no host sync;
+//           capturable. The tables are read when the kernel runs.
+// Limits:   D in {64, 96, 128, 256}; B in {16, 32}; R in {4, 8}; U <= 2^31.
+// Speed:    units of one metric best stand together in the list: it is then read from L1. K and V
+//           are read once in any order.
+// Numerics: equal inputs give equal bytes, wherever a unit stands in the list; against
+//           ref::Summarize compare logits (kernels/README.md, "Tolerances").
+// Errors:   cudaErrorInvalidValue if a limit is violated, or if metrics is null with kE1S or not
+//           null without (nothing is enqueued); else the launch's.
+[[nodiscard]] cudaError_t LaunchSummarize(const SummarizeUnitsArgs& args, cudaStream_t stream);
+#endif
 
 // Index of the first NaN or Inf among `count` values of `dtype`, or -1. Covers K and V of a unit in
 // one call with count = 2 B D.

@@ -1,0 +1,253 @@
+// How the CTAs of a cluster agree on the weakest page that is chosen, and write the list: counts by bins, narrowed
+// down to a bin of few pages, which all of them then rank. Device code only. Internal to select.cu.
+
+#ifndef LOCKS_KVD_KERNELS_SELECT_RANK_CUH_
+#define LOCKS_KVD_KERNELS_SELECT_RANK_CUH_
+
+#include "kernels/select_scores.cuh"
+
+namespace kvd::select {
+
+// Score and page as one number of the order in which pages are chosen: larger first.
+constexpr int kPageBits = 20;
+static_assert(kMaxPages == 1 << kPageBits);
+__device__ __forceinline__ uint64_t Pair(uint32_t key, int page) {
+  return static_cast<uint64_t>(key) << kPageBits | static_cast<uint32_t>(kMaxPages - 1 - page);
+}
+__device__ __forceinline__ uint32_t KeyOf(uint64_t pair) { return static_cast<uint32_t>(pair >> kPageBits); }
+__device__ __forceinline__ int PageOf(uint64_t pair) {
+  return kMaxPages - 1 - static_cast<int>(pair & (kMaxPages - 1));
+}
+
+// The weakest page chosen is one of the pairs in [low, high]; all above it are chosen. The same in every CTA of
+// the cluster but for the last two fields.
+struct Cut {
+  uint64_t low, high;
+  uint32_t count;         // pages to choose
+  uint32_t above;         // pairs above `high`
+  uint32_t inside;        // pairs in [low, high]
+  uint32_t lower_above;   // pairs above `high` in CTAs of lower rank
+  uint32_t lower_inside;  // and in [low, high]
+};
+
+__device__ __noinline__ uint32_t KeyAgain(const SelectArgs& args, const Row& row, const Shared& shared, int p) {
+  return OrderedKey(ScoreOf(args, row, shared, p));
+}
+
+// The pairs of the slice's pages that matter, by threads: Visit(pair) for each. Where they are more than the list
+// holds, all pages are gone through and scores computed again.
+template <class Visit>
+__device__ __forceinline__ void ForEachPair(const SelectArgs& args, const Plan& plan, const Row& row,
+                                            const Shared& shared, int last_bin, Visit visit) {
+  const bool listed = static_cast<int>(shared.num_listed) <= plan.list_size;
+  const int num = listed ? static_cast<int>(shared.num_listed) : row.own_pages;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < num; i += kThreads) {
+    const int p = listed ? row.list[i] : i;
+    if (!listed && row.bins[i] > last_bin) continue;
+    const uint32_t key = listed ? row.keys[i] : KeyAgain(args, row, shared, i);
+    visit(Pair(key, row.first_page + p));
+  }
+}
+
+// Finds the page that is min(at_most, all)-th from the best among `counted` pages a bin, thread b's being bin b,
+// `lower` of them in CTAs of lower rank. The result is the same in all threads.
+__device__ __forceinline__ Found FindBin(uint32_t counted, uint32_t lower, uint32_t at_most, Shared* shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t above = counted, lower_above = lower;  // with the lane's own, until below
+  if (threadIdx.x < kBins) {
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const uint32_t left = __shfl_up_sync(kAllLanes, above, i),
+                     lower_left = __shfl_up_sync(kAllLanes, lower_above, i);
+      above += lane >= i ? left : 0;
+      lower_above += lane >= i ? lower_left : 0;
+    }
+    if (lane == 31) shared->scan[warp] = {above, lower_above};
+  }
+  __syncthreads();
+  if (threadIdx.x < kBins) {
+    uint32_t all = 0;
+    above -= counted;
+    lower_above -= lower;
+#pragma unroll
+    for (int w = 0; w < kBins / 32; ++w) {
+      const uint2 sum = shared->scan[w];
+      above += w < warp ? sum.x : 0;
+      lower_above += w < warp ? sum.y : 0;
+      all += sum.x;
+    }
+    const uint32_t need = min(at_most, all);
+    if (need == 0) {
+      if (threadIdx.x == 0) shared->found = {-1, 0, 0, 0, 0, 0};
+    } else if (above < need && need - above <= counted) {
+      shared->found = {static_cast<int>(threadIdx.x), need, above, counted, lower_above, lower};
+    }
+  }
+  __syncthreads();
+  return shared->found;
+}
+
+// Lets all CTAs know the slice's counts, takes theirs, clears the slice's, and finds the bin as above. Two buffers in
+// turn: a CTA may be a count ahead of one that still waits for the last.
+__device__ __noinline__ Found ExchangeCounts(const Plan& plan, const Row& row, uint32_t at_most, int level,
+                                             Shared* shared) {
+  constexpr int kVectors = kBins / 4;
+  uint64_t* here = &shared->counts_here[level % 2];
+  uint32_t* received = row.received + level % 2 * plan.cluster * kBins;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < kVectors * plan.cluster; i += kThreads) {
+    auto* out = reinterpret_cast<uint4*>(received + row.rank * kBins) + i % kVectors;
+    SendTo(plan.cluster == 1, i / kVectors, out, reinterpret_cast<const uint4*>(shared->counts)[i % kVectors], here);
+  }
+  WaitForAll(plan.cluster == 1, here, static_cast<uint32_t>(level / 2 % 2));
+  const int b = static_cast<int>(threadIdx.x);
+  uint32_t counted = 0, lower = 0;
+  __syncthreads();  // the counts have been sent
+  // Armed again before this CTA sends its next count, without which no other gets so far.
+  if (b == 0) ExpectFromAll(plan.cluster == 1, here, static_cast<uint32_t>(plan.cluster) * kBins * 4);
+  if (b < kBins) {
+#pragma unroll 4
+    for (int c = 0; c < plan.cluster; ++c) {
+      const uint32_t n = received[c * kBins + b];
+      counted += n;
+      lower += c < row.rank ? n : 0;
+    }
+    shared->counts[b] = 0;
+  }
+  return FindBin(counted, lower, at_most, shared);
+}
+
+// Gives the pages that matter their keys and finds the cut. One count is enough but for large K and for ties of many
+// pages.
+__device__ inline Cut FindCut(const SelectArgs& args, const Plan& plan, const Row& row, int last_bin,
+                              Shared* shared) {
+  const bool listed = static_cast<int>(shared->num_listed) <= plan.list_size;
+  const int num = listed ? static_cast<int>(shared->num_listed) : row.own_pages;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < num; i += kThreads) {
+    if (!listed && row.bins[i] > last_bin) continue;
+    const float score = ScoreOf(args, row, *shared, listed ? row.list[i] : i);
+    if (listed) row.keys[i] = OrderedKey(score);
+    atomicAdd(&shared->counts[BinOf(score)], 1u);
+  }
+  __syncthreads();
+  Found found = ExchangeCounts(plan, row, static_cast<uint32_t>(args.num_select), 1, shared);
+  Cut cut = {};
+  if (found.bin < 0) return cut;
+  cut = {Pair(LowKeyOf(found.bin), kMaxPages - 1),
+         Pair(HighKeyOf(found.bin), 0),
+         found.need,
+         found.above,
+         found.inside,
+         found.lower_above,
+         found.lower_inside};
+#pragma unroll 1
+  for (int level = 2; cut.inside > kContenders; ++level) {
+    const int shift = max(0, 64 - __clzll(static_cast<long long>(cut.high - cut.low)) - 8);
+    ForEachPair(args, plan, row, *shared, last_bin, [&](uint64_t pair) {
+      if (pair >= cut.low && pair <= cut.high)
+        atomicAdd(&shared->counts[kBins - 1 - ((pair - cut.low) >> shift)], 1u);
+    });
+    __syncthreads();
+    found = ExchangeCounts(plan, row, cut.count - cut.above, level, shared);
+    cut.low += static_cast<uint64_t>(kBins - 1 - found.bin) << shift;
+    cut.high = min(cut.high, cut.low + ((uint64_t{1} << shift) - 1));
+    cut.above += found.above;
+    cut.lower_above += found.lower_above;
+    cut.inside = found.inside;
+    cut.lower_inside = found.lower_inside;
+  }
+  return cut;
+}
+
+// Marks the slice's pages above the cut as chosen, and hands those in it to all CTAs, each in a place of its own.
+__device__ inline void SpreadContenders(const SelectArgs& args, const Plan& plan, const Row& row, const Cut& cut,
+                                        int last_bin, Shared* shared) {
+  ForEachPair(args, plan, row, *shared, last_bin, [&](uint64_t pair) {
+    if (pair < cut.low) return;
+    if (pair <= cut.high) {
+      shared->mine[atomicAdd(&shared->num_mine, 1u)] = pair;
+    } else {
+      const int p = PageOf(pair) - row.first_page;
+      atomicOr(&row.chosen[p / 32], 1u << (p % 32));
+    }
+  });
+  if (threadIdx.x == 0) ExpectFromAll(plan.cluster == 1, &shared->contenders_here, cut.inside * 8);
+  __syncthreads();
+  const auto num = static_cast<int>(shared->num_mine);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  static_assert(kMaxCluster <= kWarps);
+  if (warp < plan.cluster) {
+#pragma unroll 1
+    for (int i = lane; i < num; i += 32)
+      SendTo(plan.cluster == 1, warp, &shared->contenders[cut.lower_inside + static_cast<uint32_t>(i)],
+             shared->mine[i], &shared->contenders_here);
+  }
+  WaitForAll(plan.cluster == 1, &shared->contenders_here, 0);
+}
+
+// Finds the weakest page chosen, into shared->weakest, and marks the slice's own contenders that are chosen. Returns
+// how many pages CTAs of lower rank write.
+__device__ inline int RankContenders(const Row& row, const Cut& cut, Shared* shared) {
+  const auto i = threadIdx.x;
+  const uint32_t need = cut.count - cut.above;
+  bool lower = false;
+  if (i < cut.inside) {
+    const uint64_t pair = shared->contenders[i];
+    uint32_t better = 0;
+#pragma unroll 8
+    for (uint32_t k = 0; k < cut.inside; ++k) better += shared->contenders[k] > pair;
+    if (better == need - 1) shared->weakest = pair;
+    if (better < need) {
+      const int p = PageOf(pair) - row.first_page;
+      lower = p < 0;
+      if (p >= 0 && p < row.own_pages) atomicOr(&row.chosen[p / 32], 1u << (p % 32));
+    }
+  }
+  return static_cast<int>(cut.lower_above) + __syncthreads_count(lower);
+}
+
+// Writes the slice's chosen pages in order, from place `at` of the row's list on.
+__device__ inline void WritePages(const SelectArgs& args, const Row& row, int at, Shared* shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int words = (row.own_pages + 31) / 32, each = (words + kThreads - 1) / kThreads;
+  const int first = static_cast<int>(threadIdx.x) * each, end = min(first + each, words);
+  int num = 0;
+#pragma unroll 1
+  for (int w = first; w < end; ++w) num += __popc(row.chosen[w]);
+  int through = num;
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const int left = __shfl_up_sync(kAllLanes, through, i);
+    if (lane >= i) through += left;
+  }
+  if (lane == 31) shared->scan[warp].x = static_cast<uint32_t>(through);
+  __syncthreads();
+  if (num == 0) return;
+#pragma unroll 1
+  for (int w = 0; w < warp; ++w) at += static_cast<int>(shared->scan[w].x);
+  int32_t* out = args.pages + row.index * args.num_select + at + (through - num);
+#pragma unroll 1
+  for (int w = first; w < end; ++w)
+#pragma unroll 1
+    for (uint32_t bits = row.chosen[w]; bits != 0; bits &= bits - 1)
+      *out++ = row.first_page + 32 * w + __ffs(static_cast<int>(bits)) - 1;
+}
+
+__device__ inline void FinishRow(const SelectArgs& args, const Plan& plan, const Row& row, const Cut& cut,
+                                 const Shared& shared) {
+  int32_t* pages = args.pages + row.index * args.num_select;
+#pragma unroll 1
+  for (int64_t i = int64_t{cut.count} + row.rank * kThreads + static_cast<int>(threadIdx.x); i < args.num_select;
+       i += plan.cluster * kThreads)
+    pages[i] = -1;
+  if (row.rank != 0 || threadIdx.x != 0) return;
+  args.num_selected[row.index] = static_cast<int32_t>(cut.count);
+  const float mean = args.rule == CombineRule::kShare ? logf(static_cast<float>(args.group)) : 0.0f;
+  args.threshold[row.index] = cut.count == 0 ? -NegativeInfinity() : FromOrderedKey(KeyOf(shared.weakest)) - mean;
+}
+
+}  // namespace kvd::select
+
+#endif  // LOCKS_KVD_KERNELS_SELECT_RANK_CUH_
