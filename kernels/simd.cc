@@ -11,6 +11,8 @@
 
 #include "kernels/check.h"
 #include "kernels/dtype.h"
+#include "kernels/simd_bf16.h"
+#include "kernels/simd_prefetch.h"
 
 // Loops over registers: unrolled in full, or the arrays of vectors would live in memory. Not under
 // sanitizers, where it gains nothing and takes minutes to compile; the order of sums stays.
@@ -80,8 +82,28 @@ HWY_EXPORT(MaskedMaxImpl);
 HWY_EXPORT(MaskedSumExpImpl);
 HWY_EXPORT(ScoreKeysImpl);
 
-int NumTargets() { return static_cast<int>(hwy::SupportedAndGeneratedTargets().size()); }
+namespace {
+
+// The best target, where the CPU has it, is Highway's best with the dot products of simd_bf16.cc.
+bool& UsesBf16() {
+  static bool uses = bf16::Supported();
+  return uses;
+}
+bool UsesBf16(const LaneQuery& query) { return query.has_pairs && UsesBf16(); }
+
+// Two components as bf16. Exact: they were bf16, and a power of two was taken out.
+uint32_t PairOf(float low, float high) {
+  return std::bit_cast<uint32_t>(low) >> 16 | (std::bit_cast<uint32_t>(high) & 0xFFFF0000u);
+}
+
+}  // namespace
+
+int NumTargets() {
+  return static_cast<int>(hwy::SupportedAndGeneratedTargets().size()) + (bf16::Supported() ? 1 : 0);
+}
 void UseTarget(int idx) {
+  UsesBf16() = bf16::Supported() && idx == 0;
+  if (bf16::Supported() && idx > 0) --idx;
   hwy::SetSupportedTargetsForTest(0);
   const std::vector<int64_t> targets = hwy::SupportedAndGeneratedTargets();
   KVD_CHECK(idx >= 0 && idx < static_cast<int>(targets.size()));
@@ -89,12 +111,13 @@ void UseTarget(int idx) {
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 int NumLanes() { return HWY_DYNAMIC_DISPATCH(NumLanesImpl)(); }
-const char* TargetName() { return HWY_DYNAMIC_DISPATCH(TargetNameImpl)(); }
+const char* TargetName() { return UsesBf16() ? "AVX3_BF16" : HWY_DYNAMIC_DISPATCH(TargetNameImpl)(); }
 
 void PrepareQuery(const uint16_t* query, int group, int head_dim, KvDtype dtype,
                   float softmax_scale, LaneQuery* out) {
   out->group = group;
   out->head_dim = head_dim;
+  out->has_pairs = dtype == KvDtype::kBf16;
   for (int g = 0; g < group; ++g) {
     const uint16_t* q = query + g * head_dim;
     float largest = 0;
@@ -103,11 +126,17 @@ void PrepareQuery(const uint16_t* query, int group, int head_dim, KvDtype dtype,
     const double unit = std::ldexp(1.0, -exponent);  // in double: no power of two is out of range
     constexpr double kWeights[4] = {1, 1.0 / 16, 1.0 / 256, 1.0 / 4096};
     double sum = 0, norm = 0;
+    float scaled[kMaxHeadDim];
     for (int d = 0; d < head_dim; ++d) {
       const double x = static_cast<double>(FromKv(dtype, q[d])) * unit;
+      scaled[d] = static_cast<float>(x);
       out->weighted[d * group + g] = static_cast<float>(x * kWeights[d % 4]);
       sum += x;
       norm += x * x;
+    }
+    for (int i = 0; out->has_pairs && i < head_dim / 2; ++i) {
+      const int low = i / 4 * 8 + i % 4;
+      out->pairs[i * group + g] = PairOf(scaled[low], scaled[low + 4]);
     }
     const double scale = std::ldexp(static_cast<double>(softmax_scale), exponent);
     constexpr double kLargest = std::numeric_limits<float>::max();
@@ -122,14 +151,17 @@ void Transpose(const uint8_t* const* rows, size_t bytes, int32_t* words) {
 }
 void CoarseDots(const int32_t* const* rows, const LaneQuery& query, const Prefetch& ahead,
                 float* z) {
+  if (UsesBf16(query)) return bf16::CoarseDots(rows, query, ahead, z);
   HWY_DYNAMIC_DISPATCH(CoarseDotsImpl)(rows, query, ahead, z);
 }
 void ModeDots(const int32_t* const* rows, int num_rows, const LaneQuery& query,
               const Prefetch& ahead, float* z) {
+  if (UsesBf16(query)) return bf16::ModeDots(rows, num_rows, query, ahead, z);
   HWY_DYNAMIC_DISPATCH(ModeDotsImpl)(rows, num_rows, query, ahead, z);
 }
 void CentroidDots(const int32_t* high, const int32_t* low, const LaneQuery& query,
                   const Prefetch& ahead, float* z) {
+  if (UsesBf16(query)) return bf16::CentroidDots(high, low, query, ahead, z);
   HWY_DYNAMIC_DISPATCH(CentroidDotsImpl)(high, low, query, ahead, z);
 }
 void FoldScales(const int32_t* scales, int first, int count, const float* z, const LaneQuery& query,

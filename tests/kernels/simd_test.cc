@@ -6,7 +6,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -79,6 +81,79 @@ TEST_P(SimdTest, TransposePutsWordWOfRowIInLaneI) {
     simd::Transpose(pointers.data(), bytes, words);
     for (int w = 0; w < static_cast<int>(bytes / 4); ++w) {
       for (int i = 0; i < lanes; ++i) EXPECT_EQ(words[w * lanes + i], i * 1000 + w);
+    }
+  }
+}
+
+// Codes of one lane array: lane i's word w holds dims 8w to 8w + 7, the first in the lowest nibble.
+std::vector<int32_t> RandomWords(int num_words, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<int32_t> words(static_cast<size_t>(num_words * simd::kMaxLanes) + 16);
+  for (int32_t& word : words) word = static_cast<int32_t>(random());
+  return words;
+}
+const int32_t* Aligned(const std::vector<int32_t>& words) {
+  return reinterpret_cast<const int32_t*>((reinterpret_cast<uintptr_t>(words.data()) + 63) / 64 *
+                                          64);
+}
+
+// Integer queries, so that every sum is exact and every target must give it.
+TEST_P(SimdTest, DotsOfCodesAreExactForEveryGroup) {
+  constexpr int kDim = 96, kWords = kDim / 8, kRows = 8;
+  const int lanes = simd::NumLanes();
+  std::vector<std::vector<int32_t>> storage;
+  std::vector<const int32_t*> rows;
+  for (uint64_t r = 0; r < kRows; ++r) storage.push_back(RandomWords(kWords, r + 1));
+  for (const auto& words : storage) rows.push_back(Aligned(words));
+  const auto nibble = [&](int r, int lane, int d) {
+    return static_cast<int>(
+        static_cast<uint32_t>(rows[static_cast<size_t>(r)][d / 8 * lanes + lane]) >> (d % 8 * 4) &
+        15);
+  };
+  const auto twos = [](int n) { return n < 8 ? n : n - 16; };
+  const std::vector<uint8_t> ahead_bytes(256);
+  const std::vector<const uint8_t*> ahead_rows(simd::kMaxLanes, ahead_bytes.data());
+  const simd::Prefetch ahead = {ahead_rows.data(), ahead_bytes.size()};
+  auto query = std::make_unique<simd::LaneQuery>();
+  alignas(64) static float z[kRows * simd::kMaxGroup * simd::kMaxLanes];
+  for (const KvDtype dtype : {KvDtype::kBf16, KvDtype::kFp16}) {
+    for (int group = 1; group <= simd::kMaxGroup; ++group) {
+      std::vector<uint16_t> q;
+      for (int i = 0; i < group * kDim; ++i)
+        q.push_back(ToKv(dtype, static_cast<float>((i * 7 + i / 5) % 3 - 1)));
+      simd::PrepareQuery(q.data(), group, kDim, dtype, 1.0f, query.get());
+      const auto expect = [&](int g, int lane, const std::function<int(int)>& code, float got,
+                              const char* what) {
+        float sum = 0;
+        for (int d = 0; d < kDim; ++d)
+          sum += FromKv(dtype, q[static_cast<size_t>(g * kDim + d)]) * static_cast<float>(code(d));
+        EXPECT_EQ(got, sum) << what << " group " << group << " head " << g << " lane " << lane;
+      };
+      const auto at = [&](int r, int g, int lane) { return z[(r * group + g) * lanes + lane]; };
+      simd::CoarseDots(rows.data(), *query, ahead, z);
+      for (int g = 0; g < group; ++g) {
+        for (int lane = 0; lane < lanes; ++lane) {
+          expect(
+              g, lane, [&](int d) { return nibble(0, lane, d) - 8; }, at(0, g, lane),
+              "high nibbles");
+          for (int r : {1, 2})
+            expect(
+                g, lane, [&](int d) { return twos(nibble(r, lane, d)); }, at(r, g, lane), "mode");
+        }
+      }
+      simd::ModeDots(rows.data(), kRows, *query, ahead, z);
+      for (int r = 0; r < kRows; ++r) {
+        expect(
+            group - 1, r % lanes, [&](int d) { return twos(nibble(r, r % lanes, d)); },
+            at(r, group - 1, r % lanes), "modes");
+      }
+      simd::CentroidDots(rows[0], rows[1], *query, ahead, z);
+      for (int lane = 0; lane < lanes; ++lane) {
+        expect(
+            group - 1, lane,
+            [&](int d) { return 16 * (nibble(0, lane, d) - 8) + nibble(1, lane, d); },
+            at(0, group - 1, lane), "centroid");
+      }
     }
   }
 }
