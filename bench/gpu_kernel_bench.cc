@@ -118,46 +118,52 @@ DeviceArray<uint8_t> Repeat(const std::vector<uint8_t>& pattern, size_t size) {
 
 enum class Scan { kFull, kCoarse, kRefine };
 
-// Several mirrors of `sequences` sequences of `pages` pages, and what a scan of them must give.
+struct ScoreCase {
+  int sequences, thousand_tokens;
+  int kv_heads = kKvHeads, group = kGroup;
+  int pages() const { return thousand_tokens * 1024 / kTokens; }
+};
+
+// Several mirrors of the case's sequences, and what a scan of them must give.
 class ScoreBench {
  public:
-  ScoreBench(const Records& records, int sequences, int pages, int sets)
-      : sequences_(sequences), pages_(pages), sets_(sets),
+  ScoreBench(const Records& records, const ScoreCase& shape, int sets)
+      : sequences_(shape.sequences), pages_(shape.pages()), kv_heads_(shape.kv_heads), group_(shape.group), sets_(sets),
         coarse_(Repeat(records.coarse, NumRecords() * kLayout.coarse_bytes)),
         fine_(Repeat(records.fine, NumRecords() * kLayout.fine_bytes)),
-        query_(kvd::testing::RandomKv(int64_t{sequences} * kKvHeads * kGroup * kDim, KvDtype::kBf16, 1.0f, 7)),
+        query_(kvd::testing::RandomKv(int64_t{sequences_} * kv_heads_ * group_ * kDim, KvDtype::kBf16, 1.0f, 7)),
         d_query_(query_), coarse_bases_(Bases(coarse_, kLayout.coarse_bytes)), fine_bases_(Bases(fine_, kLayout.fine_bytes)),
-        capacity_(std::vector<int64_t>(static_cast<size_t>(sequences), pages)),
-        num_pages_(std::vector<int32_t>(static_cast<size_t>(sequences), pages)),
-        lse_(static_cast<size_t>(sequences * kKvHeads * kGroup) * static_cast<size_t>(pages)) {
+        capacity_(std::vector<int64_t>(static_cast<size_t>(sequences_), pages_)),
+        num_pages_(std::vector<int32_t>(static_cast<size_t>(sequences_), pages_)),
+        lse_(static_cast<size_t>(sequences_ * kv_heads_ * group_) * static_cast<size_t>(pages_)) {
     lse_.Poison();
   }
 
   ScoreArgs Args(int set) const {
     const size_t at = static_cast<size_t>(set) * static_cast<size_t>(sequences_);
-    return {sequences_, kKvHeads, kGroup, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0, d_query_.data(),
+    return {sequences_, kv_heads_, group_, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0, d_query_.data(),
             coarse_bases_.data() + at, fine_bases_.data() + at, capacity_.data(), num_pages_.data(), pages_, lse_.data()};
   }
 
   // Every result of the last launch against the reference's for the same record and queries.
   void Check(const Records& records, Scan scan, int set, const std::string& what) const {
     const std::vector<float> got = lse_.Download();
-    std::vector<float> want(Records::kNumRecords * kGroup);
+    std::vector<float> want(Records::kNumRecords * static_cast<size_t>(group_));
     const uint8_t *coarse = records.coarse.data(), *fine = records.fine.data();
     const int64_t capacity = Records::kNumRecords;
     const int32_t count = Records::kNumRecords;
     int64_t wrong = 0;
-    for (int row = 0; row < sequences_ * kKvHeads; ++row) {
-      const ScoreArgs args = {1, 1, kGroup, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0,
-                              query_.data() + row * kGroup * kDim, &coarse, &fine, &capacity, &count,
+    for (int row = 0; row < sequences_ * kv_heads_; ++row) {
+      const ScoreArgs args = {1, 1, group_, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0,
+                              query_.data() + row * group_ * kDim, &coarse, &fine, &capacity, &count,
                               Records::kNumRecords, want.data()};
       scan == Scan::kCoarse ? ref::ScoreCoarse(args) : ref::ScoreFull(args);
-      const size_t first = (static_cast<size_t>(set) * static_cast<size_t>(sequences_ * kKvHeads) + static_cast<size_t>(row)) *
+      const size_t first = (static_cast<size_t>(set) * static_cast<size_t>(sequences_ * kv_heads_) + static_cast<size_t>(row)) *
                            static_cast<size_t>(pages_);
-      for (int g = 0; g < kGroup; ++g) {
+      for (int g = 0; g < group_; ++g) {
         for (size_t p = 0; p < static_cast<size_t>(pages_); ++p) {
           const float w = want[static_cast<size_t>(g * Records::kNumRecords) + (first + p) % Records::kNumRecords];
-          const float v = got[(static_cast<size_t>(row * kGroup + g)) * static_cast<size_t>(pages_) + p];
+          const float v = got[(static_cast<size_t>(row * group_ + g)) * static_cast<size_t>(pages_) + p];
           if (scan != Scan::kRefine || p % 32 == 0) wrong += !(std::abs(v - w) <= 1e-3f);
         }
       }
@@ -169,16 +175,16 @@ class ScoreBench {
 
  private:
   size_t NumRecords() const {
-    return static_cast<size_t>(sets_) * static_cast<size_t>(sequences_) * kKvHeads * static_cast<size_t>(pages_);
+    return static_cast<size_t>(sets_) * static_cast<size_t>(sequences_ * kv_heads_) * static_cast<size_t>(pages_);
   }
   DeviceArray<const uint8_t*> Bases(const DeviceArray<uint8_t>& data, size_t record_bytes) const {
     std::vector<const uint8_t*> bases;
     for (int i = 0; i < sets_ * sequences_; ++i)
-      bases.push_back(data.data() + static_cast<size_t>(i) * kKvHeads * static_cast<size_t>(pages_) * record_bytes);
+      bases.push_back(data.data() + static_cast<size_t>(i * kv_heads_) * static_cast<size_t>(pages_) * record_bytes);
     return DeviceArray<const uint8_t*>(bases);
   }
 
-  int sequences_, pages_, sets_;
+  int sequences_, pages_, kv_heads_, group_, sets_;
   DeviceArray<uint8_t> coarse_, fine_;
   std::vector<uint16_t> query_;
   DeviceArray<uint16_t> d_query_;
@@ -188,19 +194,19 @@ class ScoreBench {
   DeviceArray<float> lse_;
 };
 
-void AddScore(const Records& records, Scan scan, int sequences, int thousand_tokens, Report* report) {
-  const int pages = thousand_tokens * 1024 / kTokens;
+void AddScore(const Records& records, Scan scan, const ScoreCase& shape, Report* report) {
   const size_t part = scan == Scan::kCoarse ? kLayout.coarse_bytes : kLayout.record_bytes();
-  const size_t bytes = static_cast<size_t>(sequences) * kKvHeads * static_cast<size_t>(pages) * part;
-  const ScoreBench bench(records, sequences, pages, NumSets(bytes));
+  const size_t bytes = static_cast<size_t>(shape.sequences * shape.kv_heads) * static_cast<size_t>(shape.pages()) * part;
+  const ScoreBench bench(records, shape, NumSets(bytes));
   const auto launch = [&](int i, cudaStream_t stream) {
     const ScoreArgs args = bench.Args(i % bench.sets());
     KVD_CUDA_OK(scan == Scan::kFull ? LaunchScoreFull(args, stream) : LaunchScoreCoarse(args, stream));
   };
   const int launches = NumLaunches(bench.sets());
   const double us = MedianUs(launches, launch);
-  const std::string name = absl::StrCat(scan == Scan::kFull ? "score full" : "score coarse", ", ", sequences, " x ",
-                                        thousand_tokens, "K tokens");
+  std::string name = absl::StrCat(scan == Scan::kFull ? "score full" : "score coarse", ", ", shape.sequences, " x ",
+                                  shape.thousand_tokens, "K tokens");
+  if (shape.kv_heads != kKvHeads) absl::StrAppend(&name, ", Hk ", shape.kv_heads, " G ", shape.group);
   bench.Check(records, scan, (launches - 1) % bench.sets(), name);
   const double rate = static_cast<double>(bytes) / us, read = ReadRate(bytes);
   report->Add({name, us, "us", static_cast<double>(bytes) / read, rate / read});
@@ -209,7 +215,7 @@ void AddScore(const Records& records, Scan scan, int sequences, int thousand_tok
 // The full estimate of every 32nd page of 1M tokens, as after a coarse scan.
 void AddRefine(const Records& records, Report* report) {
   constexpr int kPages = 65536, kCandidates = kPages / 32;
-  const ScoreBench bench(records, 1, kPages, 2);
+  const ScoreBench bench(records, {1, kPages * kTokens / 1024}, 2);
   std::vector<int32_t> candidates;
   for (int i = 0; i < kKvHeads * kCandidates; ++i) candidates.push_back(i % kCandidates * 32);
   const DeviceArray<int32_t> d_candidates(candidates);
@@ -328,15 +334,17 @@ int Main() {
   const Records records;
   report.Add({"plain read, 1 GiB", ReadRate(size_t{1} << 30) / 1000, "GB/s", 0, 0});
   report.Add({"plain copy, 1 GiB, read + written", 2 * double{1 << 30} / CopyUs(size_t{1} << 30) / 1000, "GB/s", 0, 0});
-  for (const auto& [sequences, thousand_tokens] : {std::pair(1, 16), {1, 128}, {1, 256}, {1, 1024}, {8, 128}}) {
-    AddScore(records, Scan::kFull, sequences, thousand_tokens, &report);
-    AddScore(records, Scan::kCoarse, sequences, thousand_tokens, &report);
+  for (const ScoreCase& shape : {ScoreCase{1, 16}, {1, 128}, {1, 256}, {1, 1024}, {1, 4096}, {8, 128}, {32, 32},
+                                 {1, 128, 4, 8}, {1, 1024, 4, 8}}) {
+    AddScore(records, Scan::kFull, shape, &report);
+    AddScore(records, Scan::kCoarse, shape, &report);
   }
   AddRefine(records, &report);
   AddGather(512, &report);
   AddGather(8192, &report);
   AddAttend(1, &report);
   AddAttend(8, &report);
+  AddAttend(32, &report);
   num_wrong += AddSelectAndResolve(&report);
   num_wrong += AddSummarize(ReadRate(size_t{1} << 30, false), &report);
   AddSmall(&report);

@@ -39,6 +39,7 @@ unshare --mount --pid --fork --kill-child bash -c '
   root=$1; shift
   mount -t proc proc "$root/proc"
   mount --rbind /dev "$root/dev"
+  mount --rbind /sys "$root/sys"  # where UCX looks for network devices
   exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PIP_CERT='$certificates' bash -c "cd /src && exec \"\$@\"" command "$@"
 ' clean_root "$root" "$@"
