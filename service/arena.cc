@@ -243,7 +243,11 @@ void Arena::LeaseLocked(SessionId session, uint32_t slot) {
 void Arena::ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now) {
   const LeaseTable::Released released = leases_.Release(session, slot);
   if (released == LeaseTable::Released::kLast) evictor_.Add(slot, pages_.slot(slot).page_idx, now);
-  if (released != LeaseTable::Released::kNothing) ++counters_.leases_released;
+  if (released == LeaseTable::Released::kNothing) return;
+  ++counters_.leases_released;
+  std::vector<uint64_t>& bits = sessions_.find(session)->second.released;
+  bits.resize((memory_->shape().num_slots + 63) / 64);
+  bits[slot / 64] |= uint64_t{1} << (slot % 64);
 }
 
 bool Arena::IsSealedLocked(const PageLocation& location) const {

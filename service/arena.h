@@ -119,6 +119,12 @@ struct ReserveOutcome {
   std::string full_reason;  // which limit, if a state is kFull; later pages were not tried
 };
 
+// Pages that a session had leased and released, and that are gone since it last asked.
+struct Evictions {
+  std::vector<PageLocation> pages;  // at most kMaxEvictionsKept, oldest first
+  bool some_dropped = false;        // there were more
+};
+
 struct SealOutcome {
   PageLocation location{};
   absl::Duration since_last_unit{};  // from the last unit's arrival until the page was visible
@@ -194,6 +200,11 @@ class Arena {
   // Ends the session's leases of those locations that are still there.
   absl::Status Release(SessionId session, std::span<const PageLocation> locations);
 
+  // What was evicted of pages that the session had released; each is told once. Empty if the session
+  // has ended.
+  static constexpr size_t kMaxEvictionsKept = 4096;
+  Evictions TakeEvictions(SessionId session);
+
   // Ends quarantines and gives up idle reservations whose time has come.
   void Tick();
 
@@ -224,6 +235,8 @@ class Arena {
     absl::flat_hash_set<uint32_t> reserved;  // slots
     std::vector<RecentMatch> recent;         // ring of kRecentMatches
     size_t next_recent = 0;
+    std::vector<uint64_t> released;  // a bit a slot: pages whose eviction the session is to be told
+    Evictions evictions;             // not told yet
   };
   // What a slot remembers of its last reservation, so that a repeated seal finds its answer.
   struct SlotTicket {
@@ -245,6 +258,7 @@ class Arena {
   void ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now);
   bool IsSealedLocked(const PageLocation& location) const;
   bool EvictOneLocked();
+  void NoteEvictionLocked(const PageLocation& page);
   // Appends the page's location in each shard; false, leaving `out` alone, unless all are sealed.
   bool LocateLocked(const PageKey& key, std::span<const uint32_t> shards,
                     std::vector<PageLocation>* out) const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -47,8 +48,29 @@ bool Arena::EvictOneLocked() {
   KVD_CHECK(leases_.holders(*victim) == 0);
   if (!pages_.slot(*victim).matched) ++counters_.sealed_never_matched;
   ++counters_.evicted_pages;
+  NoteEvictionLocked({*victim, pages_.slot(*victim).generation});
   PublishGone(memory_->header(*victim), pages_.Evict(*victim));
   return true;
+}
+
+void Arena::NoteEvictionLocked(const PageLocation& page) {
+  const uint64_t bit = uint64_t{1} << (page.slot % 64);
+  for (auto& [unused, session] : sessions_) {
+    if (session.released.empty() || (session.released[page.slot / 64] & bit) == 0) continue;
+    session.released[page.slot / 64] &= ~bit;
+    Evictions& untold = session.evictions;
+    if (untold.pages.size() < kMaxEvictionsKept) {
+      untold.pages.push_back(page);
+    } else {
+      untold.some_dropped = true;
+    }
+  }
+}
+
+Evictions Arena::TakeEvictions(SessionId session) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = sessions_.find(session);
+  return it == sessions_.end() ? Evictions() : std::exchange(it->second.evictions, Evictions());
 }
 
 std::string Arena::FullReasonLocked() const {

@@ -123,6 +123,7 @@ class SessionStream final : public SessionStreams::Reactor {
     SessionEvent event;
     event.mutable_ping_ack()->set_sequence_number(ping_.sequence_number());
     SendLocked(std::move(event));
+    SendEvictionsLocked();
     const std::string reason = streams_->DrainingReason();
     if (!reason.empty() && !told_draining_) {
       told_draining_ = true;
@@ -131,6 +132,18 @@ class SessionStream final : public SessionStreams::Reactor {
       SendLocked(std::move(draining));
     }
     return absl::OkStatus();
+  }
+
+  void SendEvictionsLocked() {
+    const Evictions evictions = session_->arena->TakeEvictions(session_->id);
+    if (evictions.some_dropped) ++sequence_number_;  // a gap: the client has not been told all
+    if (evictions.pages.empty()) return;
+    SessionEvent event;
+    for (const PageLocation& page : evictions.pages) {
+      event.mutable_evicted()->add_slots(page.slot);
+      event.mutable_evicted()->add_generations(page.generation);
+    }
+    SendLocked(std::move(event));
   }
 
   void SendLocked(SessionEvent event) {

@@ -190,6 +190,42 @@ TEST_F(ArenaTest, LeasedPagesAreNeverEvictedAndUnleasedOnesAreTailFirst) {
   EXPECT_EQ(arena_->Stats().sealed_never_matched, 2u);
 }
 
+TEST_F(ArenaTest, ASessionIsToldOnceOfEvictedPagesThatItHadReleased) {
+  MakeArena(3);
+  const PageLocation p0 = testing::PutPage(arena_.get(), kA, 0);
+  const PageLocation p1 = testing::PutPage(arena_.get(), kA, 1);
+  const PageLocation p2 = testing::PutPage(arena_.get(), kB, 2);
+  ASSERT_TRUE(arena_->Lease(kB, std::vector<PageLocation>{p1}).ok());
+  Release(kA, {p0, p1});
+  EXPECT_TRUE(arena_->TakeEvictions(kA).pages.empty()) << "released, but still there";
+  Release(kB, {p1});
+  ASSERT_EQ(testing::ReserveOne(arena_.get(), kB, 10).slot, p1.slot);
+  ASSERT_EQ(testing::ReserveOne(arena_.get(), kB, 11).slot, p0.slot);
+  EXPECT_EQ(arena_->TakeEvictions(kA).pages, (std::vector<PageLocation>{p1, p0}));
+  EXPECT_EQ(arena_->TakeEvictions(kB).pages, std::vector<PageLocation>{p1}) << "p0 was never its own";
+  EXPECT_TRUE(arena_->TakeEvictions(kA).pages.empty()) << "told once";
+  Release(kB, {p2});
+  testing::ReserveOne(arena_.get(), kA, 12);
+  EXPECT_TRUE(arena_->TakeEvictions(kA).pages.empty());
+  arena_->EndSession(kB, SessionEnd::kDetached);
+  EXPECT_TRUE(arena_->TakeEvictions(kB).pages.empty()) << "a session that has ended is told nothing";
+}
+
+TEST_F(ArenaTest, EvictionsBeyondWhatIsKeptAreReportedAsDropped) {
+  MakeArena(1);
+  for (size_t i = 0; i < Arena::kMaxEvictionsKept + 1; ++i) {
+    const int page = static_cast<int>(i);
+    Release(kA, {testing::PutPage(arena_.get(), kA, page)});
+  }
+  EXPECT_FALSE(arena_->TakeEvictions(kA).some_dropped) << "as many as are kept";
+  for (size_t i = 0; i < Arena::kMaxEvictionsKept + 1; ++i) {
+    Release(kA, {testing::PutPage(arena_.get(), kA, 5000 + static_cast<int>(i))});
+  }
+  const Evictions evictions = arena_->TakeEvictions(kA);
+  EXPECT_EQ(evictions.pages.size(), Arena::kMaxEvictionsKept);
+  EXPECT_TRUE(evictions.some_dropped);
+}
+
 TEST_F(ArenaTest, MatchLeasesTheLongestPrefixThatAllShardsHold) {
   MakeArena(8);
   for (int page = 0; page < 3; ++page) {

@@ -129,6 +129,25 @@ TEST_F(SessionStreamTest, EverySessionLearnsOfADrainOnceEarlyOrLate) {
   EXPECT_EQ(late->Read().draining().reason(), "maintenance");
 }
 
+TEST_F(SessionStreamTest, EvictionsOfReleasedPagesComeWithTheAnswerToAPing) {
+  const v1::SessionRef session = Attached();
+  auto stream = Open();
+  ASSERT_TRUE(stream->Ping(session));
+  EXPECT_TRUE(stream->Read().has_ping_ack());
+  const PageLocation gone = testing::PutPage(arena_.get(), IdOf(session), 0);
+  ASSERT_TRUE(arena_->Release(IdOf(session), std::vector<PageLocation>{gone}).ok());
+  for (int page = 1; page < 7; ++page) testing::PutPage(arena_.get(), IdOf(session), page);  // of 6 slots
+  ASSERT_TRUE(stream->Ping(session));
+  EXPECT_TRUE(stream->Read().has_ping_ack());
+  const v1::SessionEvent event = stream->Read();
+  ASSERT_EQ(event.evicted().slots_size(), 1);
+  EXPECT_EQ(event.evicted().slots(0), gone.slot);
+  EXPECT_EQ(event.evicted().generations(0), gone.generation);
+  EXPECT_EQ(event.sequence_number(), 3u);
+  ASSERT_TRUE(stream->Ping(session));
+  EXPECT_TRUE(stream->Read().has_ping_ack()) << "told once";
+}
+
 TEST_F(SessionStreamTest, StoppingDaemonEndsEveryStream) {
   const v1::SessionRef session = Attached();
   auto stream = Open();
