@@ -40,9 +40,10 @@ absl::Status Configure(const UcxOptions& options, ucp_config_t* config) {
       {"NET_DEVICES", options.devices.empty() ? "all" : options.devices},
       {"RNDV_SCHEME", options.read_from_sender ? "get_zcopy" : "auto"},
       {"PORT_RANGE", options.port_range.empty() ? "0" : options.port_range},
-      // TCP: what one receive call may bring. More than UCX's default keeps loopback out of a slow mode that it
-      // falls into now and then (bench/fetch_bench, 8 runs each in turns: 1.9 to 2.8 GB/s, before 1.3 to 2.3).
-      {"RX_SEG_SIZE", "256k"},
+      // UCX's own defaults, and never what the environment says: a process whose TCP receive segment is smaller
+      // than its peer's is ended by UCX with the first long message.
+      {"RX_SEG_SIZE", "64k"},
+      {"TX_SEG_SIZE", "8k"},
   };
   for (const auto& [name, value] : settings) {
     if (const ucs_status_t status = ucp_config_modify(config, name, value.c_str()); status != UCS_OK) {
