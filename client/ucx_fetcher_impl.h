@@ -100,6 +100,7 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   // --- the progress thread ---
   void SendRequest(Request& request);
   void Receive(const MessageHeader& header, UcxPayload& payload);
+  void ReceiveInto(Piece& piece, const MessageHeader& header, UcxPayload& payload);
   void OnPiece(Piece& piece, bool ok);
   Piece* MakePiece();
   Piece* TakeFreePiece();

@@ -108,11 +108,15 @@ void UcxFetcher::Impl::Receive(const MessageHeader& header, UcxPayload& payload)
     if (returned_.load() != nullptr && !room_task_queued_.exchange(true)) link_->worker()->Post(*this);
     return;
   }
-  piece->header = header;
-  piece->size = payload.bytes();
+  ReceiveInto(*piece, header, payload);
+}
+
+void UcxFetcher::Impl::ReceiveInto(Piece& piece, const MessageHeader& header, UcxPayload& payload) {
+  piece.header = header;
+  piece.size = payload.bytes();
   ++num_receiving_;
-  uint8_t* buffer = piece->bytes.Reserve(piece->size);
-  payload.ReceiveInto(buffer, *piece);
+  uint8_t* buffer = piece.bytes.Reserve(piece.size);
+  payload.ReceiveInto(buffer, piece);
 }
 
 void UcxFetcher::Impl::RunOnProgressThread() {
@@ -122,11 +126,7 @@ void UcxFetcher::Impl::RunOnProgressThread() {
     if (piece == nullptr) return;
     Held next = std::move(held_.front());
     held_.pop_front();
-    piece->header = next.header;
-    piece->size = next.payload.bytes();
-    ++num_receiving_;
-    uint8_t* buffer = piece->bytes.Reserve(piece->size);
-    next.payload.ReceiveInto(buffer, *piece);
+    ReceiveInto(*piece, next.header, next.payload);
   }
   room_wanted_.store(false);
 }

@@ -1,6 +1,5 @@
 #include <cuda_fp16.h>
 
-#include "kernels/checksum.h"
 #include "kernels/ptx.cuh"
 #include "kernels/rotate.h"
 
@@ -8,22 +7,7 @@ namespace kvd {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kMaxDim = 256;
-
-// Bit d % 32 of word d / 32 is set where dim d changes its sign; the sequence is rotate.h's.
-struct Signs {
-  uint32_t words[kMaxDim / 32];
-};
-constexpr Signs MakeSigns() {
-  Signs signs = {};
-  uint64_t state = 1;
-  for (int d = 0; d < kMaxDim; ++d) {
-    state += kGolden64;
-    if (Mix64(state) >> 63 != 0) signs.words[d / 32] |= 1u << (d % 32);
-  }
-  return signs;
-}
-__constant__ Signs kSigns = MakeSigns();
+__constant__ RotationSigns kSigns = MakeRotationSigns();
 
 __device__ float ToFloat(KvDtype dtype, uint16_t bits) {
   return dtype == KvDtype::kBf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "kernels/checksum.h"
 #include "kernels/layout.h"
 
 #if KVD_CUDA
@@ -20,6 +21,22 @@
 #endif
 
 namespace kvd {
+
+// The signs s, a prefix of one sequence for every head_dim: bit d % 32 of word d / 32 is set where dim
+// d changes its sign.
+struct RotationSigns {
+  static constexpr int kMaxDim = 256;
+  uint32_t words[kMaxDim / 32];
+};
+constexpr RotationSigns MakeRotationSigns() {
+  RotationSigns signs = {};
+  uint64_t state = 1;
+  for (int d = 0; d < RotationSigns::kMaxDim; ++d) {
+    state += kGolden64;  // splitmix64: the state walks by golden, the output is its mix
+    if (Mix64(state) >> 63 != 0) signs.words[d / 32] |= 1u << (d % 32);
+  }
+  return signs;
+}
 
 // Rotates `num_rows` rows of `head_dim` floats in place. REQUIRES: head_dim in {64, 96, 128, 256}.
 void Rotate(float* rows, int64_t num_rows, int head_dim);

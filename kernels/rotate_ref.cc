@@ -2,24 +2,19 @@
 #include <cmath>
 
 #include "kernels/check.h"
-#include "kernels/checksum.h"
 #include "kernels/dtype.h"
 #include "kernels/rotate.h"
 
 namespace kvd {
 namespace {
 
-constexpr int kMaxDim = 256;
-constexpr uint64_t kSignSeed = 1;
+constexpr int kMaxDim = RotationSigns::kMaxDim;
 
-// +1 or -1 a dim; a prefix of one sequence, so that every head_dim uses the same signs.
+// +1 or -1 a dim.
 std::array<float, kMaxDim> MakeSigns() {
+  constexpr RotationSigns kSigns = MakeRotationSigns();
   std::array<float, kMaxDim> signs;
-  uint64_t state = kSignSeed;
-  for (float& sign : signs) {
-    state += kGolden64;  // splitmix64: the state walks by golden, the output is its mix
-    sign = (Mix64(state) >> 63) != 0 ? -1.0f : 1.0f;
-  }
+  for (size_t d = 0; d < kMaxDim; ++d) signs[d] = (kSigns.words[d / 32] >> (d % 32) & 1) != 0 ? -1.0f : 1.0f;
   return signs;
 }
 

@@ -14,14 +14,6 @@
 #include "kernels/simd_bf16.h"
 #include "kernels/simd_prefetch.h"
 
-// Loops over registers: unrolled in full, or the arrays of vectors would live in memory. Not under
-// sanitizers, where it gains nothing and takes minutes to compile; the order of sums stays.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define KVD_UNROLL
-#else
-#define KVD_UNROLL _Pragma("GCC unroll 16")
-#endif
-
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/simd.cc"
 #include "hwy/foreach_target.h"

@@ -14,12 +14,6 @@ namespace kvd::simd::bf16 {
 
 #if defined(__x86_64__)
 
-// Unrolled in full, or the arrays of vectors would live in memory; see simd.cc.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define KVD_UNROLL
-#else
-#define KVD_UNROLL _Pragma("GCC unroll 16")
-#endif
 #define KVD_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
 namespace {
@@ -192,7 +186,6 @@ void CentroidDots(const int32_t* high, const int32_t* low, const LaneQuery& quer
 }
 
 #undef KVD_BF16
-#undef KVD_UNROLL
 
 #else  // no such instruction
 

@@ -13,6 +13,7 @@
 #define LOCKS_KVD_KERNELS_SUMMARIZE_KEYS_CUH_
 
 #include "kernels/checksum.h"
+#include "kernels/rotate.h"
 #include "kernels/summarize.h"
 #include "kernels/summarize_math.cuh"
 
@@ -139,20 +140,7 @@ __device__ int FindNonFinite(const uint8_t* unit, bool is_bf16, Lane lane) {
 
 // --- rotation ----------------------------------------------------------------------------------
 
-// Bit d % 32 of word d / 32 is set where dim d changes its sign; the sequence is rotate.h's.
-struct Signs {
-  uint32_t words[8];
-};
-constexpr Signs MakeSigns() {
-  Signs signs = {};
-  uint64_t state = 1;
-  for (int d = 0; d < 256; ++d) {
-    state += kGolden64;
-    if (Mix64(state) >> 63 != 0) signs.words[d / 32] |= 1u << (d % 32);
-  }
-  return signs;
-}
-static __constant__ Signs kSigns = MakeSigns();
+static __constant__ RotationSigns kSigns = MakeRotationSigns();
 
 // Sylvester's Hadamard matrix times one token's dims: x[i][e] is dim 32 i + 8 t + e.
 template <int D>

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/resolve.h"
+#include "tests/kernels/resolve_cache.h"
 #include "tests/support/gpu.h"
 
 namespace kvd {
@@ -27,32 +28,10 @@ class ResolveParityTest : public ::testing::Test {
 };
 
 // One row on the host.
-struct Cache {
-  std::vector<int32_t> page_slot, slot_page;
-  std::vector<uint64_t> slot_step;
-  std::vector<int32_t> slots, miss_idx;
+struct Cache : kvd::testing::ResolveCache {
+  using ResolveCache::ResolveCache;
   int num_misses = 0;
-
-  Cache(int num_slots, int num_pages)
-      : page_slot(static_cast<size_t>(num_pages), -1),
-        slot_page(static_cast<size_t>(num_slots), -1),
-        slot_step(static_cast<size_t>(num_slots), 0) {}
-  ResolveArgs Args(uint64_t step, const std::vector<int32_t>& pages) {
-    return {static_cast<int>(slot_page.size()),
-            step,
-            pages.data(),
-            static_cast<int>(pages.size()),
-            page_slot.data(),
-            slot_page.data(),
-            slot_step.data(),
-            slots.data(),
-            miss_idx.data()};
-  }
-  void Step(uint64_t step, const std::vector<int32_t>& pages) {
-    slots.assign(pages.size(), -7);
-    miss_idx.assign(pages.size(), -7);
-    num_misses = ref::Resolve(Args(step, pages));
-  }
+  void Step(uint64_t step, const std::vector<int32_t>& pages) { num_misses = Resolve(step, pages); }
 };
 
 // The same rows on the host and on the device.
@@ -117,7 +96,7 @@ class Caches {
       for (size_t m = 0; m < static_cast<size_t>(c.num_misses); m += nth) {
         valid[row * max_pages_ + m] = 0;
         int32_t& slot = c.slots[static_cast<size_t>(c.miss_idx[m])];
-        ref::Evict(c.Args(1, {}), slot);
+        c.Evict(slot);
         slot = -1;
       }
     }

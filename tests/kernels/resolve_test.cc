@@ -12,26 +12,22 @@
 #include <set>
 #include <vector>
 
+#include "tests/kernels/resolve_cache.h"
+
 namespace kvd {
 namespace {
 
 using ::testing::ElementsAre;
 
-class Cache {
+class Cache : public testing::ResolveCache {
  public:
-  Cache(int num_slots, int num_pages)
-      : page_slot(static_cast<size_t>(num_pages), -1),
-        slot_page(static_cast<size_t>(num_slots), -1),
-        slot_step(static_cast<size_t>(num_slots), 0) {}
+  using ResolveCache::ResolveCache;
 
-  int Run(uint64_t step, std::vector<int32_t> pages) {
-    slots.assign(pages.size(), -7);
-    miss_idx.assign(pages.size(), -7);
-    const int num_misses = ref::Resolve(Args(step, pages));
+  int Run(uint64_t step, const std::vector<int32_t>& pages) {
+    const int num_misses = Resolve(step, pages);
     miss_idx.resize(static_cast<size_t>(num_misses));
     return num_misses;
   }
-  void Evict(int slot) { ref::Evict(Args(1, {}), slot); }
 
   void CheckInverse() const {
     for (size_t s = 0; s < slot_page.size(); ++s) {
@@ -45,23 +41,6 @@ class Cache {
         EXPECT_EQ(slot_page[static_cast<size_t>(page_slot[p])], static_cast<int32_t>(p));
       }
     }
-  }
-
-  std::vector<int32_t> page_slot, slot_page;
-  std::vector<uint64_t> slot_step;
-  std::vector<int32_t> slots, miss_idx;
-
- private:
-  ResolveArgs Args(uint64_t step, const std::vector<int32_t>& pages) {
-    return {static_cast<int>(slot_page.size()),
-            step,
-            pages.data(),
-            static_cast<int>(pages.size()),
-            page_slot.data(),
-            slot_page.data(),
-            slot_step.data(),
-            slots.data(),
-            miss_idx.data()};
   }
 };
 
