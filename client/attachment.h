@@ -29,6 +29,8 @@ struct Attachment : PageSource {
   LeaseBook leases;
 
   const locks_kvd::v1::SessionRef& session() const { return reply.session(); }
+  // True once a data connection is beyond repair.
+  bool failed() const { return fetcher->failed() || (ingest != nullptr && ingest->failed()); }
   // Nothing of it is to be used any more.
   void MarkLost() {
     lost.store(true, std::memory_order_release);

@@ -59,6 +59,9 @@ class Fetcher {
   // summary checksum. Blocking: up to the deadline. May allocate.
   virtual void FetchSummaries(FetchList& list) = 0;
 
+  // True once the connection is beyond repair: only another session helps. Any thread.
+  virtual bool failed() const = 0;
+
   // Once the session is lost: later fetches end with kAborted, waiting ones soon.
   virtual void Shutdown() = 0;
 };

@@ -265,6 +265,7 @@ IngestChannel::~IngestChannel() {
 absl::Status IngestChannel::Send(std::span<const IngestUnit> units, absl::Duration timeout) {
   return impl_->Send(units, timeout);
 }
+bool IngestChannel::failed() const { return impl_->link_->failed(); }
 void IngestChannel::Shutdown() { impl_->Shutdown(); }
 
 }  // namespace kvd

@@ -44,6 +44,9 @@ class IngestChannel {
   // kAborted: the session is gone; kUnavailable: the daemon is; kResourceExhausted; kDeadlineExceeded.
   absl::Status Send(std::span<const IngestUnit> units, absl::Duration timeout);
 
+  // True once the connection is beyond repair: only another session helps. Any thread.
+  bool failed() const;
+
   // Once the session is lost: later sends end with kAborted, a waiting one soon. Any thread.
   void Shutdown();
 

@@ -204,14 +204,14 @@ std::string PoolChannel::KeepSession(Attachment& attachment) {
                          });
   for (;;) {
     stream.Ping();
-    // Short waits notice a lost attachment (a call that answered ABORTED) and the end of the
-    // channel.
+    // Short waits notice a lost attachment (a call that answered ABORTED, a failed data connection)
+    // and the end of the channel.
     const auto next = HeartbeatStream::Clock::now() + heartbeat;
     do {
       const milliseconds slice = std::min(heartbeat, milliseconds(50));
       if (stream.WaitBroken(slice)) return stream.End();
       std::lock_guard<std::mutex> lock(mutex_);
-      if (stopping_ || attachment.lost.load()) break;
+      if (stopping_ || attachment.lost.load() || attachment.failed()) break;
     } while (HeartbeatStream::Clock::now() < next);
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -220,6 +220,10 @@ std::string PoolChannel::KeepSession(Attachment& attachment) {
     if (attachment.lost.load()) {
       stream.End();
       return "a call was answered with ABORTED: the session is gone";
+    }
+    if (attachment.failed()) {
+      stream.End();
+      return "a data connection failed";
     }
     if (HeartbeatStream::Clock::now() - stream.last_answer() > ttl) {
       stream.End();

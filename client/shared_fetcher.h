@@ -24,6 +24,7 @@ class SharedFetcher final : public Fetcher {
   void Start(FetchList& list) override;
   void Wait(FetchList&) override {}
   void FetchSummaries(FetchList& list) override;
+  bool failed() const override { return false; }
   void Shutdown() override { lost_.store(true, std::memory_order_release); }
 
  private:

@@ -234,6 +234,7 @@ UcxFetcher::~UcxFetcher() {
 
 void UcxFetcher::Start(FetchList& list) { impl_->Start(list, 0); }
 void UcxFetcher::Wait(FetchList& list) { impl_->Wait(list, 0); }
+bool UcxFetcher::failed() const { return impl_->link_->failed(); }
 void UcxFetcher::Shutdown() { impl_->Shutdown(); }
 uint64_t UcxFetcher::num_dropped_pieces() const { return impl_->num_dropped_.load(std::memory_order_relaxed); }
 

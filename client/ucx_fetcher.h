@@ -38,6 +38,7 @@ class UcxFetcher final : public Fetcher {
   void Start(FetchList& list) override;
   void Wait(FetchList& list) override;
   void FetchSummaries(FetchList& list) override;
+  bool failed() const override;
   void Shutdown() override;
 
   // Answers that came for no list: late, or not ours.

@@ -30,8 +30,9 @@ class UcxLink final : private UcxReceiver {
   // A header that names the session, with request number `number` of this link (below 2^48).
   MessageHeader Header(MessageType type, uint64_t number) const;
 
-  // Progress thread.
+  // True once the connection is beyond repair. Any thread.
   bool failed() const { return UcxWorker::Failed(endpoint_); }
+  // Progress thread.
   void Send(UcxSend& message, std::span<const uint8_t> payload) {
     worker_->Send(endpoint_, message, payload);
   }

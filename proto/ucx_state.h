@@ -28,7 +28,7 @@ class UcxEndpoint {
   void* close_request = nullptr;  // UCX's, of the close
   int users = 0;
   int in_flight = 0;
-  bool failed = false;
+  std::atomic<bool> failed{false};  // read by any thread
 };
 
 struct UcxState {

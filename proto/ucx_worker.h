@@ -163,7 +163,7 @@ class UcxWorker {
   void Release(UcxEndpoint* endpoint);
   // Progress thread. Ends every operation on the endpoint soon, with false; for all who share it.
   void Abort(UcxEndpoint* endpoint);
-  static bool Failed(const UcxEndpoint* endpoint);
+  static bool Failed(const UcxEndpoint* endpoint);  // any thread
   // Progress thread. Sends message.header and `payload`, which must live until OnSent. OnSent may run
   // before this returns.
   void Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload);

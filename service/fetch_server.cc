@@ -25,7 +25,7 @@ constexpr size_t kNumBuffers = 32;
 constexpr size_t kBuffersPerSession = 8;
 constexpr size_t kMaxJobs = 256;
 constexpr size_t kMaxRefusals = 64;
-// A peer that has not taken its answer this long after its own deadline is cut off.
+// A peer that has not taken its answer this long after its own deadline is cut off, its session with it.
 constexpr auto kGrace = std::chrono::seconds(2);
 constexpr auto kMaxDeadline = std::chrono::seconds(60);
 
@@ -130,6 +130,7 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
   std::vector<uint8_t> valid_;
   std::vector<uint32_t> places_;
   Steady::time_point last_cut_ = Steady::now();
+  Steady::time_point awake_since_ = last_cut_;
 };
 
 // kOk if the request may be queued. Nothing in it is trusted; its entries are checked when they are here.
@@ -361,9 +362,11 @@ void FetchServer::Impl::Finish(Job& job, WireStatus status) {
 void FetchServer::Impl::CutOffSilentPeers() {
   const Steady::time_point now = Steady::now();
   if (now - last_cut_ < std::chrono::milliseconds(100)) return;
+  // A gap: this process itself was stopped, or had nothing in flight. Its peers' grace begins now.
+  if (now - last_cut_ > kGrace / 2) awake_since_ = now;
   last_cut_ = now;
   for (const Job& job : jobs_) {
-    if (job.active && now > job.deadline + kGrace) worker_->Abort(job.peer);
+    if (job.active && now > std::max(job.deadline, awake_since_) + kGrace) worker_->Abort(job.peer);
   }
 }
 

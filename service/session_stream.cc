@@ -120,10 +120,12 @@ class SessionStream final : public SessionStreams::Reactor {
           "a stream belongs to one session: open another stream for another");
     }
     KVD_ASSIGN_OR_RETURN(session_, streams_->sessions_->Ping(key.token, key.incarnation));
+    // Taken first: what is evicted once the client has its answer belongs to the next ping.
+    const Evictions evictions = session_->arena->TakeEvictions(session_->id);
     SessionEvent event;
     event.mutable_ping_ack()->set_sequence_number(ping_.sequence_number());
     SendLocked(std::move(event));
-    SendEvictionsLocked();
+    SendEvictionsLocked(evictions);
     const std::string reason = streams_->DrainingReason();
     if (!reason.empty() && !told_draining_) {
       told_draining_ = true;
@@ -134,8 +136,7 @@ class SessionStream final : public SessionStreams::Reactor {
     return absl::OkStatus();
   }
 
-  void SendEvictionsLocked() {
-    const Evictions evictions = session_->arena->TakeEvictions(session_->id);
+  void SendEvictionsLocked(const Evictions& evictions) {
     if (evictions.some_dropped) ++sequence_number_;  // a gap: the client has not been told all
     if (evictions.pages.empty()) return;
     SessionEvent event;

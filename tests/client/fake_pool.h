@@ -116,6 +116,7 @@ class FakeFetcher final : public Fetcher {
     for (size_t i = 0; i < list.entries.size(); ++i) Serve(list, i);
   }
   void FetchSummaries(FetchList& list) override { list.code = absl::StatusCode::kUnimplemented; }
+  bool failed() const override { return false; }
   void Shutdown() override { list_code = absl::StatusCode::kAborted; }
 
   std::set<uint32_t> missing_slots;  // proved gone

@@ -148,7 +148,10 @@ void DaemonProcess::Kill() {
   pid_ = -1;
 }
 
-void DaemonProcess::Freeze() { kill(pid_, SIGSTOP); }
+void DaemonProcess::Freeze() {
+  int status = 0;
+  KVD_CHECK(kill(pid_, SIGSTOP) == 0 && waitpid(pid_, &status, WUNTRACED) == pid_ && WIFSTOPPED(status));
+}
 void DaemonProcess::Thaw() { kill(pid_, SIGCONT); }
 
 absl::StatusOr<int> DaemonProcess::Stop(absl::Duration timeout) {

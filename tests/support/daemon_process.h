@@ -70,7 +70,7 @@ class DaemonProcess {
   bool running() const { return pid_ > 0; }
 
   void Kill();    // SIGKILL, waited for
-  void Freeze();  // SIGSTOP
+  void Freeze();  // SIGSTOP, waited for: every thread has stopped
   void Thaw();    // SIGCONT
   // SIGTERM, waited for: its exit status. kDeadlineExceeded (then killed) if it does not end.
   absl::StatusOr<int> Stop(absl::Duration timeout = absl::Seconds(20));

@@ -66,7 +66,10 @@ class ClientProcess {
     Say(command);
     return Hear();
   }
-  void Freeze() { KVD_CHECK(kill(pid_, SIGSTOP) == 0); }
+  void Freeze() {
+    int status = 0;
+    KVD_CHECK(kill(pid_, SIGSTOP) == 0 && waitpid(pid_, &status, WUNTRACED) == pid_ && WIFSTOPPED(status));
+  }
   void Thaw() { KVD_CHECK(kill(pid_, SIGCONT) == 0); }
 
  private:

@@ -92,6 +92,38 @@ TEST_F(OverloadTest, FrozenDaemonCostsEachCallItsDeadlineAndHeals) {
   ExpectWorks(worker, 200);
 }
 
+// Shuts down every TCP connection of this process but those to `kept_port`: the daemon's control port.
+int CutConnections(int kept_port) {
+  int num_cut = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int fd = std::stoi(entry.path().filename());
+    sockaddr_in peer = {};
+    socklen_t size = sizeof(peer);
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0 || peer.sin_family != AF_INET) continue;
+    if (ntohs(peer.sin_port) != kept_port && shutdown(fd, SHUT_RDWR) == 0) ++num_cut;
+  }
+  return num_cut;
+}
+
+TEST_F(OverloadTest, CutDataConnectionIsNoticedAndTheWorkerAttachesAgain) {
+  Start();
+  for (const PathKind path : {PathKind::kUcx, PathKind::kShared}) {
+    auto connected = Connect(path);
+    ASSERT_TRUE(connected.ok()) << connected.status();
+    SystemWorker& worker = **connected;
+    ExpectWorks(worker, path == PathKind::kUcx ? 0 : 1000);
+    const std::shared_ptr<Attachment> first = worker.attachment();
+    ASSERT_GT(CutConnections(Address::Parse(daemon_->address())->port), 0);
+    ASSERT_TRUE(WaitFor([&] {
+      const std::shared_ptr<Attachment> now = worker.attachment();
+      return now != nullptr && now != first;
+    }));
+    EXPECT_TRUE(first->lost.load());
+    EXPECT_NE(worker.attachment()->session().token(), first->session().token());
+    ExpectWorks(worker, path == PathKind::kUcx ? 100 : 1100);  // it puts and fetches over the new connections
+  }
+}
+
 TEST_F(OverloadTest, SessionsBeyondTheTenantsLimitAreRefusedAndTheOthersGoOn) {
   Start(2);
   auto first = Connect(PathKind::kShared);
