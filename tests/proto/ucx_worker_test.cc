@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <thread>
 
@@ -222,6 +223,34 @@ TEST_F(UcxWorkerTest, TasksOfManyThreadsRunOnceAndInOrder) {
   for (const std::vector<int>& log : logs) {
     EXPECT_TRUE(Eventually(*client_, [&] { return log.size() == kTasks; }));
     client_->Run([&] { EXPECT_TRUE(std::is_sorted(log.begin(), log.end())); });
+  }
+}
+
+TEST_F(UcxWorkerTest, LongTurnsOfTheThreadAreCounted) {
+  const double before = client_->stalls().sum_seconds();
+  client_->Run([] { absl::SleepFor(absl::Milliseconds(20)); });
+  client_->Run([] {});  // the turn of the one before is over
+  EXPECT_GE(client_->stalls().sum_seconds() - before, 0.02);
+}
+
+// The daemon need not have noticed that the client closed its end: a long message on what is left of the old connection would never be
+// fetched.
+TEST_F(UcxWorkerTest, AConnectionThatIsOpenedAgainCarriesLongMessages) {
+  for (uint64_t round = 1; round <= 5; ++round) {
+    Inbox inbox(Mode::kReceive);
+    Connect(&inbox);
+    Outgoing answer;
+    answer.header = link_->Header(MessageType::kFetchReply, round);
+    answer.payload = Bytes(1 << 20, round);
+    daemon_->Run([&] {
+      UcxEndpoint* peer = daemon_->FindPeer(token_, ChannelOf(answer.header.request));
+      ASSERT_NE(peer, nullptr);
+      daemon_->Send(peer, answer, answer.payload);
+    });
+    EXPECT_TRUE(Eventually(*client_, [&] { return inbox.Has(answer.header.request, answer.payload); })) << round;
+    EXPECT_TRUE(Eventually(*daemon_, [&] { return answer.sent; })) << round;
+    client_->Run([&] { link_->Abort(); });
+    link_.reset();
   }
 }
 
