@@ -21,10 +21,28 @@ done
 bash deploy/install_deps.sh build
 # The trace tool's own test needs numpy and the weights; without them it says that it was skipped.
 bash deploy/install_deps.sh trace || echo "run.sh: no Python packages: the trace tests will be SKIPPED"
+deploy_tools=no
+case " ${presets[*]} " in
+  *" cpu "*)
+    if bash deploy/install_deps.sh deploy; then deploy_tools=yes; else
+      echo "run.sh: no helm, promtool or Python packages: the deploy tests will be SKIPPED"
+    fi ;;
+esac
 
 if [ -x build/venv/bin/python ]; then build/venv/bin/python -B bench/trace/test_trace.py; else
   echo "run.sh: trace tests SKIPPED: no build/venv"
 fi
+
+# Chart, packages, alert rules, guides: only the cpu preset's binaries are what would be deployed.
+deploy_tests() {
+  if [ "${#ctest_arguments[@]}" -gt 0 ]; then echo "run.sh: deploy tests SKIPPED: ctest arguments choose tests"; return; fi
+  if [ "$deploy_tools" = no ]; then echo "run.sh: deploy tests SKIPPED: their tools could not be installed"; return; fi
+  local test
+  for test in tests/deploy/test_*.py; do
+    echo "run.sh: $test"
+    KVD_BUILD_DIR="$PWD/build/cpu" PATH="$PWD/build/tools:$PATH" build/venv/bin/python -B "$test"
+  done
+}
 
 jobs=$(nproc)
 nvcc_major=$( (nvcc --version 2>/dev/null || true) | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
@@ -42,4 +60,5 @@ for preset in "${presets[@]}"; do
   cmake --build --preset "$preset" -j "$jobs"
   # The presets set what a sanitizer needs: tsan does without UCX's memory hooks, which do not go together with it.
   ctest --preset "$preset" --no-tests=error -j "$jobs" "${ctest_arguments[@]}"
+  if [ "$preset" = cpu ]; then deploy_tests; fi
 done
