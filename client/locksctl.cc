@@ -5,14 +5,26 @@
 #include <string>
 #include <vector>
 
+#include "client/locksctl_daemon.h"
 #include "client/locksctl_options.h"
+#include "client/locksctl_table.h"
 #include "client/locksctl_verbs.h"
 
 namespace {
 
+kvd::LocksctlEnvironment ReadEnvironment() {
+  kvd::LocksctlEnvironment environment;
+  environment.daemons = std::getenv("LOCKSCTL_DAEMONS");
+  const char* home = std::getenv("HOME");
+  if (home != nullptr) {
+    environment.context_file = std::string(home) + "/.config/locks-kvd/context.textproto";
+  }
+  return environment;
+}
+
 kvd::ExitCode Run(const std::vector<std::string>& args) {
   using kvd::ExitCode;
-  const auto options = kvd::ParseLocksctl(args, std::getenv("LOCKSCTL_DAEMONS"));
+  const auto options = kvd::ParseLocksctl(args, ReadEnvironment());
   if (!options.ok()) {
     std::cerr << "locksctl: " << options.status().message() << "\n";
     return ExitCode::kUsage;
@@ -21,11 +33,14 @@ kvd::ExitCode Run(const std::vector<std::string>& args) {
     std::cout << kvd::LocksctlHelp(options->verb);
     return ExitCode::kOk;
   }
-  if (options->verb == "status") return kvd::RunStatus(*options);
-  if (options->verb == "paths") return kvd::RunPaths(*options);
-  if (options->verb == "stat") return kvd::RunStat(*options);
-  if (options->verb == "selftest") return kvd::RunSelftest(*options);
-  return kvd::RunDrain(*options);
+  const kvd::Verb& verb = *kvd::FindVerb(options->verb);
+  const bool repeats = options->watch || options->interval > absl::ZeroDuration();
+  if (!repeats || verb.run == kvd::RunTop) return verb.run(*options);
+  ExitCode code = ExitCode::kOk;
+  for (kvd::Rounds rounds(*options, repeats); rounds.Next();) {
+    code = kvd::Worse(code, verb.run(*options));
+  }
+  return code;
 }
 
 }  // namespace

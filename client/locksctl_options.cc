@@ -1,47 +1,18 @@
 #include "client/locksctl_options.h"
 
-#include <array>
-#include <functional>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "client/locksctl_context.h"
+#include "client/locksctl_table.h"
 #include "proto/address.h"
 #include "proto/status.h"
 
 namespace kvd {
 namespace {
-
-struct Verb {
-  const char* name;
-  const char* summary;
-  const char* details;
-};
-
-constexpr std::array<Verb, 5> kVerbs = {{
-    {"status", "health, incarnation, arenas and security of each daemon",
-     "  Exit code 3 if a daemon does not answer.\n"},
-    {"paths", "how each daemon is reached from here, and why not better",
-     "  --tenant T --model M --weights-id W --rope R   as in the daemon's configuration\n"
-     "  Attaches, fetches the canary on the best path and says why a better one is not used.\n"
-     "  Exit code 1 if a daemon cannot be attached to.\n"},
-    {"stat", "pages, leases and sessions, once or at an interval",
-     "  --interval D   repeat every D (for example 1s)\n"
-     "  --count N      stop after N rounds; 0: never\n"},
-    {"selftest", "puts random pages, fetches them on every path, compares bit by bit",
-     "  --tenant T --model M --weights-id W --rope R   as in the daemon's configuration\n"
-     "  --max-pages N   longest sequence; 70 (three stripes) by default\n"
-     "  Uses free pages of the arena and evicts unleased ones like any writer. Exit code 1 if a "
-     "byte is\n"
-     "  wrong or a path does not work.\n"},
-    {"drain", "makes a daemon refuse new work and wait for its leases",
-     "  --yes              really do it\n"
-     "  --exit             end the process afterwards\n"
-     "  --drain-timeout D  limit of the wait; the daemon's own by default\n"
-     "  Needs the admin role. Exit code 1 if leases were cut off.\n"},
-}};
 
 absl::Status Bad(const std::string& flag, const std::string& got, const char* expected) {
   return absl::InvalidArgumentError(
@@ -94,26 +65,56 @@ class Arguments {
   std::optional<std::string> value_;
 };
 
-absl::Status Apply(Arguments& arg, LocksctlOptions& o) {
-  const std::string& name = arg.name();
-  const std::pair<const char*, std::string*> texts[] = {
-      {"--tenant", &o.tenant},   {"--model", &o.model},    {"--weights-id", &o.weights_id},
-      {"--rope", &o.rope},       {"--ca", &o.tls.ca_file}, {"--cert", &o.tls.certificate_file},
-      {"--key", &o.tls.key_file}};
-  for (const auto& [flag, target] : texts) {
+struct Parsed {
+  LocksctlOptions options;
+  std::optional<std::string> context_file;
+};
+
+// True if `arg` was a flag without a value and is set.
+bool ApplySwitch(const std::string& name, LocksctlOptions& o) {
+  const std::pair<const char*, bool*> switches[] = {{"--help", &o.help},
+                                                    {"-h", &o.help},
+                                                    {"--yes", &o.yes},
+                                                    {"--exit", &o.exit},
+                                                    {"--watch", &o.watch}};
+  for (const auto& [flag, target] : switches) {
     if (name != flag) continue;
-    KVD_ASSIGN_OR_RETURN(*target, arg.Value());
-    return absl::OkStatus();
+    *target = true;
+    return true;
   }
-  if (name == "--help" || name == "-h") {
-    o.help = true;
-  } else if (name == "--yes") {
-    o.yes = true;
-  } else if (name == "--exit") {
-    o.exit = true;
-  } else if (name == "--daemon") {
-    KVD_ASSIGN_OR_RETURN(const std::string text, arg.Value());
-    o.daemons.push_back(text);
+  return false;
+}
+
+// The target of a flag whose value is text; null for any other argument.
+std::string* TextTarget(const std::string& name, LocksctlOptions& o) {
+  const std::pair<const char*, std::string*> texts[] = {{"--tenant", &o.tenant},
+                                                        {"--model", &o.model},
+                                                        {"--weights-id", &o.weights_id},
+                                                        {"--rope", &o.rope},
+                                                        {"--salt", &o.salt},
+                                                        {"--extra", &o.extra},
+                                                        {"--token-file", &o.token_file},
+                                                        {"--out", &o.out},
+                                                        {"--ca", &o.tls.ca_file},
+                                                        {"--cert", &o.tls.certificate_file},
+                                                        {"--key", &o.tls.key_file}};
+  for (const auto& [flag, target] : texts) {
+    if (name == flag) return target;
+  }
+  return nullptr;
+}
+
+absl::Status Apply(Arguments& arg, Parsed& parsed) {
+  LocksctlOptions& o = parsed.options;
+  const std::string& name = arg.name();
+  if (ApplySwitch(name, o)) return absl::OkStatus();
+  if (std::string* target = TextTarget(name, o); target != nullptr) {
+    KVD_ASSIGN_OR_RETURN(*target, arg.Value());
+  } else if (name == "--daemon" || name == "--host") {
+    KVD_ASSIGN_OR_RETURN(std::string text, arg.Value());
+    (name == "--daemon" ? o.daemons : o.hosts).push_back(std::move(text));
+  } else if (name == "--context") {
+    KVD_ASSIGN_OR_RETURN(parsed.context_file, arg.Value());
   } else if (name == "-o" || name == "--output") {
     const absl::StatusOr<std::string> form = arg.Value();
     KVD_RETURN_IF_ERROR(form.status());
@@ -129,13 +130,47 @@ absl::Status Apply(Arguments& arg, LocksctlOptions& o) {
     KVD_ASSIGN_OR_RETURN(o.count, arg.Number(0, INT64_MAX));
   } else if (name == "--max-pages") {
     KVD_ASSIGN_OR_RETURN(o.max_pages, arg.Number(1, 65536));
+  } else if (name == "--days") {
+    KVD_ASSIGN_OR_RETURN(o.days, arg.Number(1, 36500));
+  } else if (name == "--memlock") {
+    KVD_ASSIGN_OR_RETURN(o.memlock, arg.Number(1, INT64_MAX));
   } else if (name.rfind("-", 0) == 0) {
     return absl::InvalidArgumentError(absl::StrCat("unknown flag ", name, "; see locksctl --help"));
   } else if (o.verb.empty()) {
     o.verb = name;
   } else {
+    o.arguments.push_back(name);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckArguments(const Verb& verb, const LocksctlOptions& o) {
+  const std::string usage = absl::StrCat("usage: locksctl ", verb.usage);
+  const std::vector<std::string> words = absl::StrSplit(verb.second_word, '|', absl::SkipEmpty());
+  size_t given = o.arguments.size();
+  if (!words.empty()) {
+    bool known = false;
+    for (const std::string& word : words) known = known || (given > 0 && o.arguments[0] == word);
+    if (!known) return absl::InvalidArgumentError(usage);
+    --given;
+  }
+  const bool named_by_file = verb.takes_sequence && !o.token_file.empty();
+  if (given > verb.max_arguments || (given < verb.min_arguments && !named_by_file)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        o.verb, ": unexpected number of arguments",
+        given > verb.max_arguments ? absl::StrCat(" ('", o.arguments.back(), "')") : "", "; ",
+        usage));
+  }
+  if (verb.needs_arena && o.model.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        o.verb, " needs --model (and, without certificates, --tenant): see `locksctl status`"));
+  }
+  if (verb.destructive && !o.yes) {
     return absl::InvalidArgumentError(
-        absl::StrCat("one verb only: '", o.verb, "' and '", name, "'"));
+        absl::StrCat(o.verb, " changes what a daemon does: add --yes to really do it"));
+  }
+  if ((o.watch || o.interval > absl::ZeroDuration()) && !verb.repeats) {
+    return absl::InvalidArgumentError(absl::StrCat(o.verb, " is not repeated: drop --watch"));
   }
   return absl::OkStatus();
 }
@@ -143,60 +178,33 @@ absl::Status Apply(Arguments& arg, LocksctlOptions& o) {
 }  // namespace
 
 absl::StatusOr<LocksctlOptions> ParseLocksctl(const std::vector<std::string>& args,
-                                              const char* env_daemons) {
-  LocksctlOptions o;
+                                              const LocksctlEnvironment& environment) {
+  Parsed parsed;
+  LocksctlOptions& o = parsed.options;
   Arguments arg(args);
-  while (arg.Next()) KVD_RETURN_IF_ERROR(Apply(arg, o));
-  bool known = o.verb.empty();
-  for (const Verb& verb : kVerbs) known = known || o.verb == verb.name;
-  if (!known) {
+  while (arg.Next()) KVD_RETURN_IF_ERROR(Apply(arg, parsed));
+  const Verb* verb = FindVerb(o.verb);
+  if (verb == nullptr && !o.verb.empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("unknown verb '", o.verb, "'; see locksctl --help"));
   }
   if (o.help) return o;
-  if (o.verb.empty()) return absl::InvalidArgumentError("give a verb; see locksctl --help");
-  if (o.daemons.empty() && env_daemons != nullptr) {
-    o.daemons = absl::StrSplit(env_daemons, absl::ByAnyChar(", "), absl::SkipEmpty());
+  if (verb == nullptr) return absl::InvalidArgumentError("give a verb; see locksctl --help");
+  if (o.daemons.empty() && environment.daemons != nullptr) {
+    o.daemons = absl::StrSplit(environment.daemons, absl::ByAnyChar(", "), absl::SkipEmpty());
+  }
+  if (parsed.context_file != "none") {
+    const bool named = parsed.context_file.has_value();
+    KVD_RETURN_IF_ERROR(ApplyContext(named ? *parsed.context_file : environment.context_file,
+                                     /*must_exist=*/named, &o));
   }
   if (o.daemons.empty()) o.daemons.push_back("127.0.0.1:7411");
   for (const std::string& daemon : o.daemons) {
     const absl::Status status = Address::Parse(daemon).status();
     if (!status.ok()) return Annotate(status, "--daemon");
   }
-  const bool attaches = o.verb == "paths" || o.verb == "selftest";
-  if (attaches && o.model.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(o.verb,
-                                                   " needs --model (and, without certificates, "
-                                                   "--tenant): see `locksctl status`"));
-  }
-  if (o.verb == "drain" && !o.yes) {
-    return absl::InvalidArgumentError("drain stops a daemon's work: add --yes to really do it");
-  }
+  KVD_RETURN_IF_ERROR(CheckArguments(*verb, o));
   return o;
-}
-
-std::string LocksctlHelp(const std::string& verb) {
-  std::string text;
-  for (const Verb& v : kVerbs) {
-    if (verb == v.name) {
-      text = absl::StrCat("locksctl ", v.name, ": ", v.summary, "\n\n", v.details, "\n");
-    }
-  }
-  if (text.empty()) {
-    text = "locksctl <verb> [flags]: looks at and steers locks-kvd daemons\n\n";
-    for (const Verb& v : kVerbs) absl::StrAppend(&text, "  ", v.name, ": ", v.summary, "\n");
-    absl::StrAppend(&text, "\nlocksctl <verb> --help says more.\n\n");
-  }
-  absl::StrAppend(
-      &text,
-      "Flags of every verb:\n"
-      "  --daemon HOST:PORT  repeat for several; else $LOCKSCTL_DAEMONS (comma separated);\n"
-      "                      else 127.0.0.1:7411\n"
-      "  -o table|json       form of the output; the JSON form is a contract\n"
-      "  --timeout D         of each call; 5s by default\n"
-      "  --ca F --cert F --key F   PEM files; none: no TLS\n"
-      "Exit codes: 0 ok, 1 check failed, 2 usage, 3 unreachable.\n");
-  return text;
 }
 
 }  // namespace kvd

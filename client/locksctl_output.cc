@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "proto/json_text.h"
 
 namespace kvd {
@@ -22,7 +23,18 @@ std::string RenderJson(const Table& table) {
   return out + "\n]\n";
 }
 
+// A client's name must not steer the operator's terminal.
+std::string Printable(std::string text) {
+  for (char& c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f) c = '?';
+  }
+  return text;
+}
+
 }  // namespace
+
+Cell::Cell(double number) : text(absl::StrFormat("%.1f", number)), quoted(false) {}
 
 std::string Render(const Table& table, OutputForm form) {
   if (form == OutputForm::kJson) return RenderJson(table);
@@ -39,7 +51,7 @@ std::string Render(const Table& table, OutputForm form) {
   };
   for (size_t c = 0; c < table.columns.size(); ++c) add(c, table.columns[c]);
   for (const auto& row : table.rows) {
-    for (size_t c = 0; c < table.columns.size(); ++c) add(c, row[c].text);
+    for (size_t c = 0; c < table.columns.size(); ++c) add(c, Printable(row[c].text));
   }
   return out;
 }

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/kv_client.h"
+#include "client/locksctl_daemon.h"
 #include "client/locksctl_output.h"
 #include "client/locksctl_verbs.h"
 #include "kernels/checksum.h"

@@ -1,28 +1,22 @@
+// What daemons tell everybody who may ask for their figures.
+
 #include "client/locksctl_verbs.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iostream>
+#include <map>
+#include <set>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
-#include "client/grpc_channel.h"
-#include "client/kv_client.h"
+#include "client/locksctl_daemon.h"
 #include "client/locksctl_output.h"
-#include "proto/geometry.h"
-#include "proto/pool.grpc.pb.h"
-#include "proto/status.h"
 
 namespace kvd {
 namespace {
 
 using locks_kvd::v1::StatsReply;
-
-void SetDeadline(grpc::ClientContext& context, absl::Duration timeout) {
-  context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoNanoseconds(timeout));
-}
 
 std::string ShortIncarnation(const StatsReply& stats) {
   return absl::BytesToHexString(stats.incarnation()).substr(0, 12);
@@ -33,157 +27,200 @@ std::string DescribeGeometry(const locks_kvd::v1::Geometry& g) {
                       g.head_dim(), " B", g.page_tokens(), " R", g.rank());
 }
 
-ExitCode Worse(ExitCode a, ExitCode b) { return std::max(a, b); }
+std::string State(const StatsReply& stats) { return stats.draining() ? "draining" : "serving"; }
+
+int64_t UsedSlots(const StatsReply::ArenaStats& arena) {
+  return int64_t{arena.slots_sealed()} + arena.slots_reserved() + arena.slots_quarantined();
+}
+
+int64_t AllSlots(const StatsReply::ArenaStats& arena) {
+  return UsedSlots(arena) + arena.slots_free();
+}
+
+int64_t PageBytes(const StatsReply::ArenaStats& arena) {
+  return static_cast<int64_t>(arena.slot_bytes() + arena.summary_bytes());
+}
+
+struct SessionRow {
+  std::string daemon;
+  StatsReply::SessionStats session;
+  int64_t page_bytes = 0;
+};
+
+// Asks every daemon; calls `use` for each that answers, `lost` for each other.
+template <typename Use, typename Lost>
+ExitCode ForEachDaemon(const LocksctlOptions& options, Use use, Lost lost) {
+  ExitCode code = ExitCode::kOk;
+  for (const std::string& daemon : options.daemons) {
+    const absl::StatusOr<StatsReply> stats = QueryStats(options, daemon);
+    if (stats.ok()) {
+      use(daemon, *stats);
+    } else {
+      code = Worse(code, Complain(stats.status()));
+      lost(daemon);
+    }
+  }
+  return code;
+}
+
+template <typename Use>
+ExitCode ForEachDaemon(const LocksctlOptions& options, Use use) {
+  return ForEachDaemon(options, use, [](const std::string&) {});
+}
+
+ExitCode ListSessions(const LocksctlOptions& options, std::vector<SessionRow>* rows) {
+  return ForEachDaemon(options, [rows](const std::string& daemon, const StatsReply& stats) {
+    for (const StatsReply::SessionStats& session : stats.sessions()) {
+      SessionRow row = {daemon, session};
+      for (const StatsReply::ArenaStats& arena : stats.arenas()) {
+        if (arena.tenant() == session.tenant() && arena.model() == session.model()) {
+          row.page_bytes = PageBytes(arena);
+        }
+      }
+      rows->push_back(std::move(row));
+    }
+  });
+}
 
 }  // namespace
-
-absl::StatusOr<StatsReply> QueryStats(const LocksctlOptions& options, const std::string& daemon) {
-  KVD_ASSIGN_OR_RETURN(const auto channel, OpenGrpcChannel(daemon, options.tls));
-  const auto stub = locks_kvd::v1::Pool::NewStub(channel);
-  grpc::ClientContext context;
-  SetDeadline(context, options.timeout);
-  StatsReply reply;
-  const grpc::Status status = stub->Stats(&context, {}, &reply);
-  if (!status.ok()) return Annotate(FromGrpc(status), daemon);
-  return reply;
-}
-
-absl::StatusOr<ClientOptions> AttachOptions(const LocksctlOptions& options) {
-  KVD_ASSIGN_OR_RETURN(const StatsReply stats, QueryStats(options, options.daemons[0]));
-  for (const StatsReply::ArenaStats& arena : stats.arenas()) {
-    const bool wanted = arena.model() == options.model &&
-                        (options.tenant.empty() || arena.tenant() == options.tenant);
-    if (!wanted) continue;
-    ClientOptions client;
-    client.daemons = options.daemons;
-    client.tenant = arena.tenant();
-    client.model = options.model;
-    KVD_ASSIGN_OR_RETURN(client.geometry, FromProto(arena.geometry()));
-    client.weights_id = options.weights_id;
-    client.rope = options.rope;
-    client.tls = options.tls;
-    client.client_name = absl::StrCat("locksctl ", options.verb);
-    client.control_timeout = options.timeout;
-    return client;
-  }
-  return absl::NotFoundError(absl::StrCat(options.daemons[0], " has no arena for tenant '",
-                                          options.tenant, "' and model '", options.model,
-                                          "': see `locksctl status`"));
-}
-
-ExitCode Complain(const absl::Status& status) {
-  std::cerr << "locksctl: " << status.ToString() << "\n";
-  const bool unreachable = status.code() == absl::StatusCode::kUnavailable ||
-                           status.code() == absl::StatusCode::kDeadlineExceeded;
-  return unreachable ? ExitCode::kUnreachable : ExitCode::kCheckFailed;
-}
 
 ExitCode RunStatus(const LocksctlOptions& options) {
   Table table = {{"daemon", "state", "incarnation", "version", "uptime_s", "security", "tenant",
                   "model", "geometry", "encoder", "pages_used", "pages_total", "paths"},
                  {}};
-  ExitCode code = ExitCode::kOk;
-  for (const std::string& daemon : options.daemons) {
-    const absl::StatusOr<StatsReply> stats = QueryStats(options, daemon);
-    if (!stats.ok()) {
-      code = Worse(code, Complain(stats.status()));
-      table.rows.push_back({daemon, "unreachable", "", "", int64_t{0}, "", "", "", "", "",
-                            int64_t{0}, int64_t{0}, ""});
-      continue;
+  const auto lost = [&](const std::string& daemon) {
+    table.rows.push_back({daemon, "unreachable", "", "", int64_t{0}, "", "", "", "", "", int64_t{0},
+                          int64_t{0}, ""});
+  };
+  const auto use = [&](const std::string& daemon, const StatsReply& stats) {
+    for (const StatsReply::ArenaStats& arena : stats.arenas()) {
+      table.rows.push_back({daemon, State(stats), ShortIncarnation(stats), stats.version(),
+                            static_cast<int64_t>(stats.uptime_ms() / 1000),
+                            stats.insecure() ? "insecure" : "mtls", arena.tenant(), arena.model(),
+                            DescribeGeometry(arena.geometry()), arena.encoder(), UsedSlots(arena),
+                            AllSlots(arena), absl::StrJoin(stats.paths(), "; ")});
     }
-    for (const StatsReply::ArenaStats& arena : stats->arenas()) {
-      const int64_t used =
-          arena.slots_sealed() + arena.slots_reserved() + arena.slots_quarantined();
-      table.rows.push_back({daemon, stats->draining() ? "draining" : "serving",
-                            ShortIncarnation(*stats), stats->version(),
-                            static_cast<int64_t>(stats->uptime_ms() / 1000),
-                            stats->insecure() ? "insecure" : "mtls", arena.tenant(), arena.model(),
-                            DescribeGeometry(arena.geometry()), arena.encoder(), used,
-                            used + arena.slots_free(), absl::StrJoin(stats->paths(), "; ")});
-    }
-  }
+  };
+  const ExitCode code = ForEachDaemon(options, use, lost);
   std::cout << Render(table, options.output);
   return code;
 }
 
-ExitCode RunPaths(const LocksctlOptions& options) {
-  absl::StatusOr<ClientOptions> client_options = AttachOptions(options);
-  if (!client_options.ok()) return Complain(client_options.status());
-  Table table = {{"daemon", "path", "canary_mb_per_s", "canary_us", "rejected"}, {}};
-  ExitCode code = ExitCode::kOk;
-  for (const std::string& daemon : options.daemons) {
-    client_options->daemons = {daemon};
-    const auto client = KvClient::Make(*client_options);
-    if (!client.ok()) {
-      code = Worse(code, Complain(client.status()));
-      table.rows.push_back({daemon, "none", int64_t{0}, int64_t{0}, ""});
-      continue;
+ExitCode RunMembers(const LocksctlOptions& options) {
+  Table table = {{"member", "state", "incarnation", "version", "uptime_s", "sessions", "pages_used",
+                  "pages_total"},
+                 {}};
+  const auto lost = [&](const std::string& daemon) {
+    table.rows.push_back(
+        {daemon, "unreachable", "", "", int64_t{0}, int64_t{0}, int64_t{0}, int64_t{0}});
+  };
+  const auto use = [&](const std::string& daemon, const StatsReply& stats) {
+    int64_t used = 0;
+    int64_t total = 0;
+    for (const StatsReply::ArenaStats& arena : stats.arenas()) {
+      used += UsedSlots(arena);
+      total += AllSlots(arena);
     }
-    const DaemonView view = (*client)->Daemons()[0];
-    const absl::string_view path = PathName(view.path.path);
-    table.rows.push_back({daemon, std::string(path.data(), path.size()),
-                          static_cast<int64_t>(view.path.canary_bytes_per_second / 1e6),
-                          static_cast<int64_t>(view.path.canary_seconds * 1e6),
-                          absl::StrJoin(view.path.rejected, "; ")});
-  }
+    table.rows.push_back({daemon, State(stats), ShortIncarnation(stats), stats.version(),
+                          static_cast<int64_t>(stats.uptime_ms() / 1000),
+                          int64_t{stats.sessions_size()}, used, total});
+  };
+  const ExitCode code = ForEachDaemon(options, use, lost);
   std::cout << Render(table, options.output);
   return code;
 }
 
 ExitCode RunStat(const LocksctlOptions& options) {
-  ExitCode code = ExitCode::kOk;
-  for (int64_t round = 0;; ++round) {
-    Table table = {{"daemon", "tenant", "model", "free", "reserved", "sealed", "quarantined",
-                    "leased", "evicted", "sessions"},
-                   {}};
-    for (const std::string& daemon : options.daemons) {
-      const absl::StatusOr<StatsReply> stats = QueryStats(options, daemon);
-      if (!stats.ok()) {
-        code = Worse(code, Complain(stats.status()));
-        continue;
-      }
-      for (const StatsReply::ArenaStats& arena : stats->arenas()) {
-        const auto sessions = std::count_if(
-            stats->sessions().begin(), stats->sessions().end(), [&](const auto& session) {
-              return session.tenant() == arena.tenant() && session.model() == arena.model();
-            });
-        table.rows.push_back({daemon, arena.tenant(), arena.model(), int64_t{arena.slots_free()},
-                              int64_t{arena.slots_reserved()}, int64_t{arena.slots_sealed()},
-                              int64_t{arena.slots_quarantined()}, int64_t{arena.slots_leased()},
-                              static_cast<int64_t>(arena.evicted_pages()), int64_t{sessions}});
-      }
-    }
-    std::cout << Render(table, options.output) << std::flush;
-    const bool once = options.interval == absl::ZeroDuration();
-    if (once || (options.count > 0 && round + 1 >= options.count)) return code;
-    absl::SleepFor(options.interval);
-  }
+  Table table = {{"daemon", "tenant", "model", "free", "reserved", "sealed", "quarantined",
+                  "leased", "evicted", "sessions"},
+                 {}};
+  const ExitCode code =
+      ForEachDaemon(options, [&](const std::string& daemon, const StatsReply& stats) {
+        for (const StatsReply::ArenaStats& arena : stats.arenas()) {
+          const auto sessions = std::count_if(
+              stats.sessions().begin(), stats.sessions().end(), [&](const auto& session) {
+                return session.tenant() == arena.tenant() && session.model() == arena.model();
+              });
+          table.rows.push_back({daemon, arena.tenant(), arena.model(), int64_t{arena.slots_free()},
+                                int64_t{arena.slots_reserved()}, int64_t{arena.slots_sealed()},
+                                int64_t{arena.slots_quarantined()}, int64_t{arena.slots_leased()},
+                                static_cast<int64_t>(arena.evicted_pages()), int64_t{sessions}});
+        }
+      });
+  std::cout << Render(table, options.output);
+  return code;
 }
 
-ExitCode RunDrain(const LocksctlOptions& options) {
-  Table table = {{"daemon", "clean", "leases_left"}, {}};
-  ExitCode code = ExitCode::kOk;
-  for (const std::string& daemon : options.daemons) {
-    const auto channel = OpenGrpcChannel(daemon, options.tls);
-    if (!channel.ok()) return Complain(channel.status());
-    const auto stub = locks_kvd::v1::Admin::NewStub(*channel);
-    locks_kvd::v1::DrainRequest request;
-    request.set_timeout_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(options.drain_timeout)));
-    request.set_exit(options.exit);
-    grpc::ClientContext context;
-    // A drain takes its own time; the call's timeout comes on top. 60 s is the daemon's default
-    // limit.
-    const absl::Duration limit =
-        options.drain_timeout > absl::ZeroDuration() ? options.drain_timeout : absl::Seconds(60);
-    SetDeadline(context, limit + options.timeout);
-    locks_kvd::v1::DrainReply reply;
-    const grpc::Status status = stub->Drain(&context, request, &reply);
-    if (!status.ok()) {
-      code = Worse(code, Complain(Annotate(FromGrpc(status), daemon)));
-      continue;
-    }
-    if (!reply.clean()) code = Worse(code, ExitCode::kCheckFailed);
-    table.rows.push_back({daemon, reply.clean(), int64_t{reply.leases_left()}});
+ExitCode RunSessions(const LocksctlOptions& options) {
+  std::vector<SessionRow> sessions;
+  const ExitCode code = ListSessions(options, &sessions);
+  std::stable_sort(sessions.begin(), sessions.end(), [](const auto& a, const auto& b) {
+    return a.session.age_ms() > b.session.age_ms();
+  });
+  Table table = {{"daemon", "session", "tenant", "model", "client", "age_s", "silent_ms",
+                  "leased_pages", "reserved_pages"},
+                 {}};
+  for (const auto& [daemon, session, page_bytes] : sessions) {
+    table.rows.push_back({daemon, static_cast<int64_t>(session.session_id()), session.tenant(),
+                          session.model(), session.client_name(),
+                          static_cast<int64_t>(session.age_ms() / 1000),
+                          static_cast<int64_t>(session.silent_ms()),
+                          int64_t{session.leased_pages()}, int64_t{session.reserved_pages()}});
+  }
+  std::cout << Render(table, options.output);
+  return code;
+}
+
+ExitCode RunLeases(const LocksctlOptions& options) {
+  std::vector<SessionRow> sessions;
+  const ExitCode code = ListSessions(options, &sessions);
+  std::stable_sort(sessions.begin(), sessions.end(), [](const auto& a, const auto& b) {
+    return a.session.leased_pages() > b.session.leased_pages();
+  });
+  Table table = {{"daemon", "session", "tenant", "model", "client", "leased_pages", "leased_bytes",
+                  "reserved_pages", "age_s"},
+                 {}};
+  for (const auto& [daemon, session, page_bytes] : sessions) {
+    if (session.leased_pages() + session.reserved_pages() == 0) continue;
+    table.rows.push_back({daemon, static_cast<int64_t>(session.session_id()), session.tenant(),
+                          session.model(), session.client_name(), int64_t{session.leased_pages()},
+                          session.leased_pages() * page_bytes, int64_t{session.reserved_pages()},
+                          static_cast<int64_t>(session.age_ms() / 1000)});
+  }
+  std::cout << Render(table, options.output);
+  return code;
+}
+
+ExitCode RunTenants(const LocksctlOptions& options) {
+  struct Tenant {
+    std::set<std::string> daemons;
+    int64_t arenas = 0;
+    int64_t sessions = 0;
+    int64_t used_pages = 0;
+    int64_t leased_pages = 0;
+    int64_t used_bytes = 0;
+    int64_t quota_bytes = 0;
+  };
+  std::map<std::string, Tenant> tenants;
+  const ExitCode code =
+      ForEachDaemon(options, [&](const std::string& daemon, const StatsReply& stats) {
+        for (const StatsReply::ArenaStats& arena : stats.arenas()) {
+          Tenant& tenant = tenants[arena.tenant()];
+          tenant.daemons.insert(daemon);
+          ++tenant.arenas;
+          tenant.used_pages += UsedSlots(arena);
+          tenant.leased_pages += arena.slots_leased();
+          tenant.used_bytes += UsedSlots(arena) * PageBytes(arena);
+          tenant.quota_bytes += AllSlots(arena) * PageBytes(arena);
+        }
+        for (const auto& session : stats.sessions()) ++tenants[session.tenant()].sessions;
+      });
+  Table table = {{"tenant", "daemons", "arenas", "sessions", "pages_used", "pages_leased",
+                  "used_bytes", "quota_bytes"},
+                 {}};
+  for (const auto& [name, t] : tenants) {
+    table.rows.push_back({name, static_cast<int64_t>(t.daemons.size()), t.arenas, t.sessions,
+                          t.used_pages, t.leased_pages, t.used_bytes, t.quota_bytes});
   }
   std::cout << Render(table, options.output);
   return code;

@@ -6,31 +6,34 @@
 #ifndef LOCKS_KVD_CLIENT_LOCKSCTL_VERBS_H_
 #define LOCKS_KVD_CLIENT_LOCKSCTL_VERBS_H_
 
-#include <string>
-
-#include "absl/status/statusor.h"
-#include "client/client_options.h"
 #include "client/locksctl_options.h"
-#include "proto/pool.pb.h"
 
 namespace kvd {
 
+// What daemons tell everybody (locksctl_verbs.cc, locksctl_live.cc).
 ExitCode RunStatus(const LocksctlOptions& options);
-ExitCode RunPaths(const LocksctlOptions& options);
+ExitCode RunMembers(const LocksctlOptions& options);
 ExitCode RunStat(const LocksctlOptions& options);
+ExitCode RunSessions(const LocksctlOptions& options);
+ExitCode RunLeases(const LocksctlOptions& options);
+ExitCode RunTenants(const LocksctlOptions& options);
+ExitCode RunTop(const LocksctlOptions& options);
+// By attaching like a worker (locksctl_live.cc, locksctl_selftest.cc).
+ExitCode RunPaths(const LocksctlOptions& options);
+ExitCode RunLatency(const LocksctlOptions& options);
 ExitCode RunSelftest(const LocksctlOptions& options);
+// What needs the admin role (locksctl_admin.cc, locksctl_pages.cc).
+ExitCode RunVerify(const LocksctlOptions& options);
+ExitCode RunSlowlog(const LocksctlOptions& options);
+ExitCode RunConfig(const LocksctlOptions& options);
+ExitCode RunLogLevel(const LocksctlOptions& options);
 ExitCode RunDrain(const LocksctlOptions& options);
-
-// Figures of one daemon.
-absl::StatusOr<locks_kvd::v1::StatsReply> QueryStats(const LocksctlOptions& options,
-                                                     const std::string& daemon);
-
-// What a client must be to attach to --tenant and --model of the first daemon: the geometry comes
-// from the daemon. kNotFound if it has no such arena.
-absl::StatusOr<ClientOptions> AttachOptions(const LocksctlOptions& options);
-
-// Says it on standard error; kUnreachable for a daemon that does not answer, else kCheckFailed.
-ExitCode Complain(const absl::Status& status);
+ExitCode RunPages(const LocksctlOptions& options);
+ExitCode RunPlacement(const LocksctlOptions& options);
+// Around daemons, each in a file of its own.
+ExitCode RunPreflight(const LocksctlOptions& options);
+ExitCode RunCerts(const LocksctlOptions& options);
+ExitCode RunSupportBundle(const LocksctlOptions& options);
 
 }  // namespace kvd
 

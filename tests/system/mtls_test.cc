@@ -1,5 +1,6 @@
 // The whole client against a real daemon with real certificates: who has the right one works on both paths, who
-// has none, another CA's, an expired one or another tenant's is refused with a typed error, and nobody else notices.
+// has none, another CA's, an expired one, none of our names or another tenant's is refused with a typed error, and
+// nobody else notices.
 
 #include <gtest/gtest.h>
 
@@ -18,6 +19,10 @@ class MtlsTest : public ::testing::TestWithParam<PathKind> {
     certificates_.Issue("rival", "ca", "URI:locks-kvd://client/rival");
     certificates_.Issue("stranger", "other_ca", "URI:locks-kvd://client/test");
     certificates_.Issue("expired", "ca", "URI:locks-kvd://client/test", -1);
+    certificates_.Issue("nameless", "ca", "DNS:worker.example");
+    certificates_.Issue("ambiguous", "ca", "URI:locks-kvd://client/test,URI:locks-kvd://client/rival");
+    certificates_.Issue("admin", "ca", "URI:locks-kvd://admin");
+    certificates_.Issue("daemon", "ca", "URI:locks-kvd://daemon");
     DaemonSpec spec;
     spec.geometry = SmallGeometry();
     auto dir = std::make_unique<TempDir>();
@@ -51,7 +56,13 @@ TEST_P(MtlsTest, OnlyTheRightCertificateWorks) {
     EXPECT_TRUE(refused.code() == absl::StatusCode::kUnavailable || refused.code() == absl::StatusCode::kUnauthenticated)
         << "certificate '" << name << "': " << refused;
   }
-  EXPECT_EQ(Connect("rival").status().code(), absl::StatusCode::kPermissionDenied);
+  for (const std::string name : {"nameless", "ambiguous"}) {
+    EXPECT_EQ(Connect(name).status().code(), absl::StatusCode::kUnauthenticated) << name;
+  }
+  // The wrong tenant, and roles that attach to no tenant's arena.
+  for (const std::string name : {"rival", "admin", "daemon"}) {
+    EXPECT_EQ(Connect(name).status().code(), absl::StatusCode::kPermissionDenied) << name;
+  }
 
   const auto versions = VersionsOf(0, 8, 1);
   const PutReport report = (*worker)->Put(versions);
