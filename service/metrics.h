@@ -1,68 +1,35 @@
-// Figures of the daemon: counters that the data and control planes add to, and the Prometheus
-// endpoint that folds them when it is asked.
+// Figures of the daemon: what its planes count, and the HTTP endpoint that shows it.
 //
-// Why our own counters: prometheus-cpp's Histogram::Observe takes a mutex. Here an event is a few
-// relaxed additions (one to a bucket, one to a sum), and everything else happens at scrape time.
-// Names, labels and units: deploy/docs/metrics.md. Labels are bounded: no page keys, no sessions.
-// Thread safety: safe.
+// An event is a few relaxed additions; everything else happens when somebody asks. Names, types,
+// labels and meanings are one table in service/metrics_table.cc, which deploy/docs/metrics.md is
+// made from. To add a metric: a row there, its source in Metrics or MetricsSnapshot, one line in an
+// Add... function of that file. Thread safety: safe.
 
 #ifndef LOCKS_KVD_SERVICE_METRICS_H_
 #define LOCKS_KVD_SERVICE_METRICS_H_
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
+#include "proto/membership.h"
+#include "proto/metrics_text.h"
 #include "proto/wire.h"
 #include "service/arena.h"
 
 namespace kvd {
 
-// A count that only grows.
-class Counter {
- public:
-  void Add(uint64_t n = 1) { value_.fetch_add(n, std::memory_order_relaxed); }
-  uint64_t value() const { return value_.load(std::memory_order_relaxed); }
-
- private:
-  std::atomic<uint64_t> value_{0};
-};
-
-// A level.
-class Gauge {
- public:
-  void Add(int64_t n) { value_.fetch_add(n, std::memory_order_relaxed); }
-  void Set(int64_t n) { value_.store(n, std::memory_order_relaxed); }
-  int64_t value() const { return value_.load(std::memory_order_relaxed); }
-
- private:
-  std::atomic<int64_t> value_{0};
-};
-
-// Upper bounds in seconds, the same for every latency.
-inline constexpr std::array<double, 23> kLatencyBounds = {
-    1e-6,   2e-6, 3e-6, 5e-6, 7.5e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4,
-    1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3,   2e-3, 5e-3,   1e-2, 5e-2, 0.1,  1};
-
-class LatencyHistogram {
- public:
-  void Observe(absl::Duration latency);
-  // Events in the bucket of each bound, then those above all of them. Not cumulative.
-  std::array<uint64_t, kLatencyBounds.size() + 1> counts() const;
-  double sum_seconds() const;
-
- private:
-  std::array<std::atomic<uint64_t>, kLatencyBounds.size() + 1> counts_{};
-  std::atomic<uint64_t> sum_ns_{0};
-};
+inline constexpr char kDaemonPrefix[] = "locks_kvd_";
+// Every family that a daemon can show.
+std::span<const MetricInfo> DaemonMetrics();
 
 // Label values of fetch sizes: at most 64 KiB, 1 MiB, 16 MiB, more.
 enum FetchSize { kLe64K, kLe1M, kLe16M, kMore, kNumFetchSizes };
@@ -76,6 +43,7 @@ constexpr FetchSize FetchSizeOf(uint64_t bytes) {
 enum StaleReason {
   kStaleGeneration,
   kStaleIncarnation,
+  kStaleLease,
   kStaleLayout,
   kStaleTenant,
   kNumStaleReasons
@@ -93,6 +61,17 @@ struct FetchCounters {
   std::array<LatencyHistogram, kNumFetchSizes> queue_seconds;  // arrived -> first unit copied
 };
 
+// Why a page was copied to another daemon.
+enum class MoveReason { kDrain, kRebalance, kReplica };
+inline constexpr size_t kNumMoveReasons = 3;
+
+// Copies that this daemon made at others.
+struct MoveCounters {
+  std::array<Counter, kNumMoveReasons> pages;
+  std::array<Counter, kNumMoveReasons> bytes;    // units and records
+  std::array<Counter, kNumMoveReasons> aborted;  // rounds that a destination ended
+};
+
 // Methods of the control plane, in the order of kRpcNames.
 enum class Rpc {
   kAttach,
@@ -106,6 +85,10 @@ enum class Rpc {
   kStats,
   kDrain,
   kConfig,
+  kVerify,
+  kPages,
+  kSlowlog,
+  kLogLevel,
   kCount
 };
 inline constexpr size_t kNumRpcs = static_cast<size_t>(Rpc::kCount);
@@ -117,15 +100,21 @@ enum Limit { kLimitKeys, kLimitLeases, kLimitFull, kLimitSessions, kNumLimits };
 
 struct Metrics {
   FetchCounters fetch;
+  MoveCounters moves;
   std::array<Counter, kNumStaleReasons> stale_rejects;
   Counter malformed_calls;  // control plane
   std::array<std::array<Counter, kNumCodes>, kNumRpcs> rpc_requests;
   std::array<LatencyHistogram, kNumRpcs> rpc_seconds;
   std::array<Counter, kNumAuthFailures> auth_failures;
   std::array<Counter, kNumLimits> limit_rejects;
-  LatencyHistogram match_seconds;
+  LatencyHistogram match_hit_seconds;   // at least one page was resident
+  LatencyHistogram match_miss_seconds;  // none was
   LatencyHistogram seal_seconds;
   LatencyHistogram summarize_seconds;
+  LatencyHistogram upkeep_stalls;  // by how much a turn of the upkeep loop came late
+  // Units and records of Admin.Verify: compared with their checksums, and of these wrong.
+  Counter verify_checks;
+  Counter verify_failures;
 };
 
 // What the endpoint asks for at every scrape: figures that others own.
@@ -140,27 +129,41 @@ struct MetricsSnapshot {
   };
   std::vector<ArenaFigures> arenas;
   uint64_t sessions = 0;
+  bool live = true;  // the upkeep loop turns
   bool draining = false;
   uint64_t fetch_inflight = 0;
   uint64_t fetch_refused = 0;  // over a cap
   uint64_t fetch_malformed = 0;
   uint64_t ingest_bytes = 0;
-  uint64_t ingest_refused_units = 0;
+  uint64_t ingest_refused_bytes = 0;
   uint64_t ingest_malformed = 0;
   uint64_t uds_malformed = 0;
+  const LatencyHistogram* ucx_stalls = nullptr;  // null without UCX
+  // The pool that the daemon belongs to; none: it is alone.
+  std::optional<MembershipFigures> membership;
+  uint64_t members = 0;
   // Certificate file and when it expires, seconds since 1970.
   std::vector<std::pair<std::string, double>> cert_expiry_seconds;
 };
 
 struct MetricsIdentity {
   std::string version;
+  std::string commit;  // short hash, or "unknown"
   std::string ucx;  // version and transports, or "none"
   uint32_t layout_version = 0;
   Incarnation incarnation = {};
   double start_time_seconds = 0;  // since 1970
 };
 
-// Serves /metrics.
+// Answer to GET /metrics, and to GET /metrics/summary, which is for people.
+std::string MetricsPage(const Metrics& metrics, const MetricsIdentity& identity,
+                        const MetricsSnapshot& snapshot);
+std::string SummaryPage(const Metrics& metrics, const MetricsIdentity& identity,
+                        const MetricsSnapshot& snapshot);
+
+// Serves /metrics, /metrics/summary and /healthz: 200 while the daemon is live, else 503.
+//
+// Plain HTTP, no files, GET only; nothing of a request but its path is used.
 class MetricsServer {
  public:
   // `snapshot` is called on the server's threads and must be safe; `metrics` and it outlive the
