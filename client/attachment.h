@@ -11,8 +11,9 @@
 #include <memory>
 #include <string>
 
-#include "client/ingest_channel.h"
+#include "proto/ingest_channel.h"
 #include "client/leases.h"
+#include "client/metrics.h"
 #include "client/page_source.h"
 #include "client/path.h"
 #include "proto/pool.pb.h"
@@ -27,6 +28,8 @@ struct Attachment : PageSource {
   std::unique_ptr<IngestChannel> ingest;  // null without UCX: such a client cannot put
   std::atomic<bool> draining{false};
   LeaseBook leases;
+  // The channel's; never null.
+  std::shared_ptr<ChannelFigures> figures = std::make_shared<ChannelFigures>();
 
   const locks_kvd::v1::SessionRef& session() const { return reply.session(); }
   // True once a data connection is beyond repair.

@@ -15,16 +15,9 @@
 #include "absl/time/time.h"
 #include "client/fetcher.h"
 #include "kernels/layout.h"
+#include "proto/grpc_channel.h"
 
 namespace kvd {
-
-// PEM files. All empty: no TLS (loopback, or a daemon that was told to allow it).
-struct TlsFiles {
-  std::string ca_file;
-  std::string certificate_file;
-  std::string key_file;
-  bool empty() const { return ca_file.empty() && certificate_file.empty() && key_file.empty(); }
-};
 
 // Something an operator wants to know.
 struct ClientEvent {
@@ -33,6 +26,7 @@ struct ClientEvent {
     kDaemonLost,      // its pages are missing from now on; detail: why
     kDaemonBack,      // attached again, as a stranger without our pages
     kDaemonDraining,  // it takes no new pages
+    kMembersProblem,  // the list of members cannot be had or is wrong: the last good one stays
   };
   Kind kind;
   std::string daemon;  // host:port
@@ -41,7 +35,14 @@ struct ClientEvent {
 absl::string_view EventName(ClientEvent::Kind kind);
 
 struct ClientOptions {
-  std::vector<std::string> daemons;  // host:port of every member, the same list in every worker
+  // Who the daemons are, in one of three ways, the same in every worker: host:port of each; a file with the
+  // protobuf text of a MemberList, read again when it changes; or DNS, "host:port" or "_service._proto.name".
+  std::vector<std::string> daemons;
+  std::string members_file;
+  std::string members_dns;
+  absl::Duration members_poll = absl::Seconds(5);  // of file and DNS
+  // How long pages are also looked for where they were placed before the members changed.
+  absl::Duration placement_grace = absl::Seconds(60);
   bool allow_partial = false;        // start although some daemons cannot be reached (one must)
   std::string tenant;                // without certificates only
   std::string model;                 // arena's model name

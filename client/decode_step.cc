@@ -61,7 +61,7 @@ absl::Status DecodeStep::Allocate(const ScanModel* model) {
   const auto budget = static_cast<size_t>(selector_->max_budget());
   const auto words = static_cast<size_t>(capacity + 63) / 64;
   KVD_ASSIGN_OR_RETURN(fetch_,
-                       MissFetch::Make(shape_, heads * budget, pages_.num_daemons(), options_));
+                       MissFetch::Make(shape_, heads * budget, pages_.max_daemons(), options_));
   max_units_ =
       budget + static_cast<size_t>(options_.n_sink + options_.n_win + TailRing::kSlackPages);
   constexpr char kWhat[] = "decode step";
@@ -87,7 +87,10 @@ absl::Status DecodeStep::Run(int layer, const StepInput& input, const StepOutput
     return absl::InvalidArgumentError(
         absl::StrCat("layers run in order: expected ", next_layer_, ", got ", layer));
   }
-  if (layer == 0) KVD_RETURN_IF_ERROR(pages_.BeginStep(SteadyClock().Now()));
+  if (layer == 0) {
+    KVD_RETURN_IF_ERROR(pages_.BeginStep(SteadyClock().Now()));
+    figures_ = {};
+  }
   result_ = LayerResult{};
   StageTimer timer(&result_);
   AppendToken(layer, input);
@@ -115,6 +118,7 @@ absl::Status DecodeStep::Run(int layer, const StepInput& input, const StepOutput
   totals_.Add(result_);
   const int64_t token_bytes = int64_t{shape_.num_heads()} * shape_.geometry.head_dim * 4;
   totals_.dense_equivalent_bytes.Add((pages_.num_tokens() + 1) * token_bytes);
+  CountLayer();
   next_layer_ = layer + 1;
   if (next_layer_ == shape_.num_layers()) EndStep();
   if (result_.num_missing_pages > 0) [[unlikely]]
@@ -280,11 +284,27 @@ int64_t DecodeStep::AttendedBytes() const {
          (result_.units.hits + result_.units.verified) * unit_bytes;
 }
 
+void DecodeStep::CountLayer() {
+  totals_.considered_pages.Add(int64_t{result_.selection.num_pages} * shape_.num_heads());
+  for (size_t i = 0; i < figures_.ns.size(); ++i)
+    figures_.ns[i] += static_cast<int64_t>(result_.seconds[i] * 1e9);
+  const auto selected = static_cast<int>(result_.selection.pages_of(0).size());
+  const int local = pages_.num_sinks() + pages_.num_pages() - pages_.first_ring_page();
+  figures_.sparse = figures_.sparse || selected + local < pages_.num_pages();
+  if (result_.num_missing_pages == 0) return;
+  if (figures_.lossy_layers++ == 0) totals_.lossy_steps.Add(1);
+  double lost = 0;
+  for (const float mass : result_.lost_mass) lost += mass;
+  figures_.lost_mass += lost / shape_.num_q_heads();
+}
+
 void DecodeStep::EndStep() {
   pages_.AdvanceTail();
   next_layer_ = 0;
   ++step_;
-  totals_.steps.Add(1);
+  const int lossy = figures_.lossy_layers;
+  totals_.AddStep(figures_.ns, figures_.sparse, lossy == 0 ? -1 : figures_.lost_mass / lossy);
+  totals_.unsealed_pages.Set(pages_.complete_pages() - pages_.num_pages());
 }
 
 absl::Status DecodeStep::Outcome(int layer) const {

@@ -19,6 +19,7 @@
 #ifndef LOCKS_KVD_CLIENT_DECODE_STEP_H_
 #define LOCKS_KVD_CLIENT_DECODE_STEP_H_
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -65,6 +66,7 @@ class DecodeStep {
 
   const LayerResult& result() const { return result_; }  // of the last Run
   const StepTotals& totals() const { return totals_; }   // any thread
+  const FetchTotals& fetch_totals() const { return fetch_->totals(); }  // any thread
   const PageCache& cache() const { return *cache_; }
   const StepOptions& options() const { return options_; }
   int next_layer() const { return next_layer_; }
@@ -83,6 +85,8 @@ class DecodeStep {
   void EstimateMassFigures(const StepOutput& output);
   void MarkAttended(int head);
   int64_t AttendedBytes() const;
+  // Adds the layer to the figures of its step.
+  void CountLayer();
   void EndStep();
   absl::Status Outcome(int layer) const;
 
@@ -112,6 +116,14 @@ class DecodeStep {
   Buffer<float> lost_mass_;
   LayerResult result_;
   StepTotals totals_;
+  // Of the step that is under way.
+  struct StepFigures {
+    std::array<int64_t, kNumStages> ns = {};
+    bool sparse = false;
+    double lost_mass = 0;  // sum over its lossy layers of the mean over query heads
+    int lossy_layers = 0;
+  };
+  StepFigures figures_;
 };
 
 }  // namespace kvd

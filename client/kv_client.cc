@@ -33,6 +33,13 @@ std::string SequenceNonce() {
   return nonce;
 }
 
+// Once more if a daemon was lost on the way: its pages may have another holder, and it is not asked again.
+template <typename Call>
+auto DespiteLoss(const Call& call) {
+  auto result = call();
+  return absl::IsUnavailable(result.status()) ? call() : std::move(result);
+}
+
 }  // namespace
 
 KvClient::KvClient(ClientOptions options, WorkerShape shape)
@@ -55,13 +62,13 @@ absl::StatusOr<std::unique_ptr<KvClient>> KvClient::Make(ClientOptions options) 
   const ClientOptions& o = client->options_;
   if (o.use_ucx) {
     UcxOptions ucx;
-    ucx.devices = o.ucx_devices.empty() && AllOnLoopback(o.daemons) ? "lo" : o.ucx_devices;
+    ucx.devices = o.ucx_devices.empty() && !o.daemons.empty() && AllOnLoopback(o.daemons) ? "lo" : o.ucx_devices;
     KVD_ASSIGN_OR_RETURN(client->ucx_, UcxWorker::Make(ucx));
   }
   KVD_ASSIGN_OR_RETURN(client->pool_, Pool::Make(&o, &client->shape_, client->ucx_.get()));
   client->writer_ =
       std::make_unique<PageWriter>(client->pool_.get(), &client->shape_, o.control_timeout);
-  client->sealer_ = std::make_unique<TailSealer>();
+  client->sealer_ = std::make_unique<TailSealer>([pool = client->pool_.get()] { pool->Upkeep(); });
   return client;
 }
 
@@ -99,12 +106,17 @@ absl::StatusOr<PutReport> KvClient::Put(const PutRequest& request) {
 
 absl::StatusOr<std::unique_ptr<Sequence>> KvClient::OpenSequence(std::span<const PageKey> keys,
                                                                  const SequenceOptions& options) {
-  const SequenceContext context = {pool_.get(), &shape_, writer_.get(), sealer_.get()};
+  const SequenceContext context = {pool_.get(), &shape_, writer_.get(), sealer_.get(),
+                                   &metrics_};
   const PageKey root = RootKey(fingerprint_, options_.salt, SequenceNonce());
-  return Sequence::Open(context, keys, root, options_.fetch_timeout, options);
+  return DespiteLoss([&] { return Sequence::Open(context, keys, root, options_.fetch_timeout, options); });
 }
 
 absl::StatusOr<FetchedPages> KvClient::FetchPages(std::span<const PageKey> keys) {
+  return DespiteLoss([&] { return FetchOnce(keys); });
+}
+
+absl::StatusOr<FetchedPages> KvClient::FetchOnce(std::span<const PageKey> keys) {
   const PoolView view = pool_->View();
   if (view.live.empty()) return absl::UnavailableError("no daemon of the pool is attached");
   const std::vector<PlacedPage> placed = view.Place(keys);
@@ -120,7 +132,7 @@ absl::StatusOr<FetchedPages> KvClient::FetchPages(std::span<const PageKey> keys)
       for (int head = 0; head < shape_.num_heads(); ++head) {
         const SlotRef& slot =
             matched.slots[p * shards + static_cast<size_t>(shape_.shard_pos(head))];
-        requests.push_back({placed[p].daemon,
+        requests.push_back({matched.daemons[p],
                             {.slot = slot.slot,
                              .layer = static_cast<uint16_t>(layer),
                              .head = static_cast<uint16_t>(shape_.head_in_shard(head)),
@@ -132,6 +144,18 @@ absl::StatusOr<FetchedPages> KvClient::FetchPages(std::span<const PageKey> keys)
   }
   KVD_RETURN_IF_ERROR(FetchUnits(view, requests, options_.fetch_timeout));
   return fetched;
+}
+
+std::string KvClient::MetricsText() const {
+  std::vector<ChannelView> views;
+  for (int d = 0; d < pool_->num_daemons(); ++d) {
+    const PoolChannel& channel = pool_->channel(d);
+    const std::shared_ptr<Attachment> attachment = channel.attachment();
+    ChannelView view = {channel.address(), channel.figures(), std::nullopt};
+    if (attachment != nullptr && !attachment->lost.load()) view.path = attachment->path.path;
+    views.push_back(std::move(view));
+  }
+  return metrics_.Text(views);
 }
 
 std::vector<DaemonView> KvClient::Daemons() const {

@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "client/client_options.h"
+#include "client/metrics.h"
 #include "client/page_writer.h"
 #include "client/pool.h"
 #include "client/sequence.h"
@@ -85,16 +86,22 @@ class KvClient {
   absl::StatusOr<FetchedPages> FetchPages(std::span<const PageKey> keys);
 
   std::vector<DaemonView> Daemons() const;
+  // The client's figures as Prometheus text, version 0.0.4 (deploy/docs/metrics.md). The library
+  // binds no port: the engine serves this beside its own metrics, from any thread. With several
+  // clients in one process, serve each under a path or label of its own: their names are the same.
+  std::string MetricsText() const;
   const WorkerShape& shape() const { return shape_; }
 
  private:
   KvClient(ClientOptions options, WorkerShape shape);
+  absl::StatusOr<FetchedPages> FetchOnce(std::span<const PageKey> keys);
 
   const ClientOptions options_;
   const WorkerShape shape_;
   const Fingerprint fingerprint_;
   // Destroyed in reverse order: the sealer uses the writer, the writer the pool, the pool the
   // worker.
+  ClientMetrics metrics_;
   std::unique_ptr<UcxWorker> ucx_;
   std::unique_ptr<Pool> pool_;
   std::unique_ptr<PageWriter> writer_;

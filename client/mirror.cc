@@ -33,6 +33,23 @@ void Mirror::Store(int page, int shard_pos, const uint8_t* records) {
   }
 }
 
+bool Mirror::Equals(int page, int shard_pos, const uint8_t* records) const {
+  KVD_CHECK(page >= 0 && page < page_capacity_);
+  const SlotLayout& slot = shape_.slot;
+  for (int layer = 0; layer < shape_.num_layers(); ++layer) {
+    for (int h = 0; h < slot.shard_heads; ++h) {
+      const size_t idx = record_idx(layer, shard_pos * slot.shard_heads + h, page);
+      if (std::memcmp(coarse_.data() + idx * slot.coarse_bytes, records + slot.coarse_offset(layer, h),
+                      slot.coarse_bytes) != 0 ||
+          std::memcmp(fine_.data() + idx * slot.fine_bytes, records + slot.fine_offset(layer, h),
+                      slot.fine_bytes) != 0) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 const uint8_t* Mirror::coarse(int layer) const {
   return coarse_.data() + record_idx(layer, 0, 0) * shape_.summary.coarse_bytes;
 }
@@ -42,12 +59,8 @@ const uint8_t* Mirror::fine(int layer) const {
 }
 
 uint64_t Mirror::unit_checksum(int layer, int head, int page) const {
-  uint64_t checksum;
-  std::memcpy(&checksum,
-              coarse_.data() + record_idx(layer, head, page) * shape_.summary.coarse_bytes +
-                  shape_.summary.coarse[kUnitChecksum],
-              sizeof(checksum));
-  return checksum;
+  return UnitChecksumOf(
+      coarse_.data() + record_idx(layer, head, page) * shape_.summary.coarse_bytes, shape_.summary);
 }
 
 }  // namespace kvd

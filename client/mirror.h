@@ -26,6 +26,9 @@ class Mirror {
   // Fetcher::FetchSummaries delivered: SlotLayout::summary_bytes() long. REQUIRES: page < capacity.
   void Store(int page, int shard_pos, const uint8_t* records);
 
+  // True if `records` is what Store put there. May run beside readers.
+  bool Equals(int page, int shard_pos, const uint8_t* records) const;
+
   // First record of (layer, head 0, page 0); a head's records are page_capacity() records long.
   const uint8_t* coarse(int layer) const;
   const uint8_t* fine(int layer) const;

@@ -38,7 +38,7 @@ class MissFetch {
   static constexpr size_t kMaxListBytes = size_t{64} << 20;
 
   static absl::StatusOr<std::unique_ptr<MissFetch>> Make(const WorkerShape& shape,
-                                                         size_t max_misses, int num_daemons,
+                                                         size_t max_misses, int max_daemons,
                                                          const StepOptions& options,
                                                          size_t max_list_units = kMaxListUnits);
 
@@ -49,9 +49,13 @@ class MissFetch {
   // Sends the first wave to every daemon that has misses.
   void Start(SequencePages& pages, int layer);
   // Waits for it, sends and waits for the others, proves every unit, and masks pages and daemons
-  // that failed. Blocking: up to fetch_timeout a wave; a daemon that is late gets no further wave.
+  // that failed; what has a second holder is asked for there. Blocking: up to fetch_timeout a wave; a daemon that is
+  // late gets no further wave.
   // Returns the bytes that travelled.
   int64_t Finish(SequencePages& pages, int layer, UnitCounts& counts);
+
+  // Of every list since Make, by path; any thread.
+  const FetchTotals& totals() const { return totals_; }
 
   // Misses of the last Start, grouped by daemon.
   std::span<const Miss> misses() const { return {grouped_.data(), num_misses_}; }
@@ -63,6 +67,7 @@ class MissFetch {
     size_t end = 0;
     size_t sent = 0;  // end of the wave in flight
     bool in_flight = false;
+    int64_t post_ns = 0;  // that starting the wave took
     FetchList list;
   };
 
@@ -70,6 +75,13 @@ class MissFetch {
       : shape_(shape), options_(options) {}
   void StartWave(SequencePages& pages, int daemon);
   void FinishWave(SequencePages& pages, int layer, int daemon, UnitCounts& counts);
+  // Judges the miss at `place` of grouped_, which was asked of `daemon` by a list that ended with `code`; one whose page has
+  // turned to another holder is kept for FetchAgain.
+  void Settle(SequencePages& pages, int layer, int daemon, size_t place, bool valid, absl::StatusCode code,
+              UnitCounts& counts);
+  int64_t FetchAgain(SequencePages& pages, int layer, UnitCounts& counts);
+  PathTotals& TotalsOf(const SequencePages& pages, int daemon);
+  static void CountUnit(Miss::Outcome outcome, absl::StatusCode code, PathTotals& totals);
   Miss::Outcome Judge(SequencePages& pages, int layer, const Miss& miss, bool valid,
                       absl::StatusCode code) const;
 
@@ -82,7 +94,11 @@ class MissFetch {
   Buffer<FetchEntry> entries_;
   Buffer<uint8_t*> destinations_;
   Buffer<uint8_t> valid_;
-  std::vector<Work> work_;  // [daemons]
+  std::vector<Work> work_;  // [max_daemons]
+  Buffer<uint32_t> again_;  // places in grouped_ that are asked for at a second holder
+  size_t num_again_ = 0;
+  absl::Duration give_up_at_;  // SteadyClock's
+  FetchTotals totals_;
 };
 
 }  // namespace kvd

@@ -116,6 +116,7 @@ absl::Status PageWriter::WriteShard(Batch& batch, int shard_pos, std::span<const
   for (const size_t i : batch.pages) {
     request.mutable_pages()->mutable_keys()->append(pages[i].key.begin(), pages[i].key.end());
     request.mutable_pages()->add_page_idx(pages[i].page_idx);
+    request.mutable_pages()->add_placement_words(pages[i].word);
   }
   const auto leasing = attachment.leases.Leasing();
   KVD_ASSIGN_OR_RETURN(const Reply reply,

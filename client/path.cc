@@ -5,11 +5,14 @@
 #include <fstream>
 #include <utility>
 
+#include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "client/shared_fetcher.h"
 #include "client/ucx_fetcher.h"
+#include "kernels/check.h"
 #include "proto/fd_channel.h"
 #include "proto/status.h"
 #include "proto/ucx_worker.h"
@@ -20,6 +23,22 @@ namespace {
 // Units of the canary page that are fetched: enough for a rate, little enough for a slow network.
 constexpr size_t kCanaryUnits = 256;
 constexpr uint64_t kCanaryGeneration = 2;
+
+// Where a status carries its PathRefusal; without it, the reason is kFailed.
+constexpr char kReasonKey[] = "locks-kvd/path-refusal";
+
+absl::Status Refused(PathRefusal reason, absl::string_view message) {
+  absl::Status status = absl::FailedPreconditionError(message);
+  status.SetPayload(kReasonKey, absl::Cord(absl::StrCat(static_cast<int>(reason))));
+  return status;
+}
+
+PathRefusal ReasonOf(const absl::Status& status) {
+  int reason = static_cast<int>(PathRefusal::kFailed);
+  const auto payload = status.GetPayload(kReasonKey);
+  if (payload.has_value()) KVD_CHECK(absl::SimpleAtoi(std::string(*payload), &reason));
+  return static_cast<PathRefusal>(reason);
+}
 
 struct SessionIds {
   Incarnation incarnation = {};
@@ -48,9 +67,9 @@ std::string HostId() {
 absl::StatusOr<std::unique_ptr<Fetcher>> OpenShared(const locks_kvd::v1::AttachReply& offer,
                                                     const SessionIds& ids, const ArenaShape& shape,
                                                     absl::Duration timeout) {
-  if (!offer.has_shared()) return absl::FailedPreconditionError("the daemon does not offer it");
+  if (!offer.has_shared()) return Refused(PathRefusal::kNotOffered, "the daemon does not offer it");
   if (offer.shared().host_id() != HostId()) {
-    return absl::FailedPreconditionError("the daemon is on another host");
+    return Refused(PathRefusal::kOtherHost, "the daemon is on another host");
   }
   DescriptorRequest request;
   request.incarnation = ids.incarnation;
@@ -65,12 +84,12 @@ absl::StatusOr<std::unique_ptr<Fetcher>> OpenShared(const locks_kvd::v1::AttachR
 absl::StatusOr<std::unique_ptr<Fetcher>> OpenUcx(const locks_kvd::v1::AttachReply& offer,
                                                  const SessionIds& ids, const ArenaShape& shape,
                                                  UcxWorker* worker, absl::Duration timeout) {
-  if (!offer.has_ucx()) return absl::FailedPreconditionError("the daemon does not offer it");
-  if (worker == nullptr) return absl::FailedPreconditionError("this process runs without UCX");
+  if (!offer.has_ucx()) return Refused(PathRefusal::kNotOffered, "the daemon does not offer it");
+  if (worker == nullptr) return Refused(PathRefusal::kNoUcx, "this process runs without UCX");
   if (offer.ucx().version() != UcxWorker::Version()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the daemon runs UCX ", offer.ucx().version(), ", this process ",
-                     UcxWorker::Version(), ": run the same version"));
+    return Refused(PathRefusal::kOtherVersion,
+                   absl::StrCat("the daemon runs UCX ", offer.ucx().version(), ", this process ",
+                                UcxWorker::Version(), ": run the same version"));
   }
   return UcxFetcher::Connect(worker, offer.ucx().worker_address(), ids.incarnation, ids.token, shape.slot,
                              timeout);
@@ -131,9 +150,9 @@ absl::Status ProveByCanary(Fetcher& fetcher, const locks_kvd::v1::AttachReply& o
 // Why the options leave a path out; ok if they do not. Paths go from the best to the slowest.
 absl::Status Allowed(PathKind path, const PathOptions& options) {
   if (options.required.has_value() && static_cast<int>(path) > static_cast<int>(*options.required))
-    return absl::FailedPreconditionError("slower than what is required");
+    return Refused(PathRefusal::kByOptions, "slower than what is required");
   if (options.best.has_value() && static_cast<int>(path) < static_cast<int>(*options.best))
-    return absl::FailedPreconditionError("left out by the caller");
+    return Refused(PathRefusal::kByOptions, "left out by the caller");
   return absl::OkStatus();
 }
 
@@ -151,6 +170,26 @@ absl::string_view PathName(PathKind path) {
   return "ucx";
 }
 
+absl::string_view PathRefusalName(PathRefusal reason) {
+  switch (reason) {
+    case PathRefusal::kHostMemory:
+      return "host_memory";
+    case PathRefusal::kNotOffered:
+      return "not_offered";
+    case PathRefusal::kOtherHost:
+      return "other_host";
+    case PathRefusal::kNoUcx:
+      return "no_ucx";
+    case PathRefusal::kOtherVersion:
+      return "other_version";
+    case PathRefusal::kByOptions:
+      return "by_options";
+    case PathRefusal::kFailed:
+      break;
+  }
+  return "failed";
+}
+
 absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, const ArenaShape& shape,
                                       UcxWorker* ucx, const PathOptions& options) {
   KVD_ASSIGN_OR_RETURN(const SessionIds ids, IdsOf(offer.session()));
@@ -160,6 +199,7 @@ absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, c
   const absl::Time deadline = absl::Now() + options.timeout;
   ChosenPath chosen;
   chosen.report.rejected.push_back("peer: the arena is in host memory");
+  chosen.report.refusals.emplace_back(PathKind::kPeer, PathRefusal::kHostMemory);
   for (const PathKind path : {PathKind::kShared, PathKind::kUcx}) {
     const absl::Duration left = deadline - absl::Now();
     absl::Status status = Allowed(path, options);
@@ -178,6 +218,7 @@ absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, c
       }
     }
     chosen.report.rejected.push_back(absl::StrCat(PathName(path), ": ", absl::string_view(status.message())));
+    chosen.report.refusals.emplace_back(path, ReasonOf(status));
   }
   return absl::FailedPreconditionError(
       absl::StrCat("no path to the daemon works",

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -21,11 +22,25 @@ namespace kvd {
 
 class UcxWorker;
 
+// Why a path is not used, as metrics say it.
+enum class PathRefusal {
+  kHostMemory,    // peer: the arena is not on a GPU
+  kNotOffered,    // the daemon is configured without it
+  kOtherHost,     // shared: the daemon is on another host
+  kNoUcx,         // ucx: this process runs without it
+  kOtherVersion,  // ucx: the two ends run different versions
+  kByOptions,     // the caller left it out
+  kFailed,        // it should work and does not
+};
+inline constexpr size_t kNumPathRefusals = static_cast<size_t>(PathRefusal::kFailed) + 1;
+absl::string_view PathRefusalName(PathRefusal reason);  // "host_memory", ...
+
 struct PathReport {
   PathKind path;
   double canary_bytes_per_second = 0;
   double canary_seconds = 0;
   std::vector<std::string> rejected;  // "shared: <why not>" for each better path that is not used
+  std::vector<std::pair<PathKind, PathRefusal>> refusals;  // the same for machines
 };
 
 struct ChosenPath {

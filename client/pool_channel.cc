@@ -4,12 +4,13 @@
 #include <chrono>
 #include <cstring>
 #include <optional>
+#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/grpc_channel.h"
-#include "client/heartbeat_stream.h"
+#include "proto/grpc_channel.h"
+#include "proto/heartbeat_stream.h"
 #include "proto/geometry.h"
 #include "proto/page_key.h"
 #include "proto/pool.grpc.pb.h"
@@ -18,6 +19,12 @@
 
 namespace kvd {
 namespace {
+
+// A fifth more or less: the workers of a restarted daemon do not all come back at once.
+absl::Duration Jittered(absl::Duration duration) {
+  std::random_device random;
+  return duration * (0.8 + 0.4 * static_cast<double>(random()) / std::random_device::max());
+}
 
 constexpr absl::Duration kFirstBackoff = absl::Milliseconds(100);
 constexpr absl::Duration kLongestBackoff = absl::Seconds(5);
@@ -41,6 +48,8 @@ absl::string_view EventName(ClientEvent::Kind kind) {
       return "path_chosen";
     case ClientEvent::Kind::kDaemonLost:
       return "daemon_lost";
+    case ClientEvent::Kind::kMembersProblem:
+      return "members_problem";
     case ClientEvent::Kind::kDaemonBack:
       return "daemon_back";
     case ClientEvent::Kind::kDaemonDraining:
@@ -62,14 +71,18 @@ PoolChannel::PoolChannel(std::string address, int daemon, const ClientOptions* o
       shape_(*shape),
       ucx_(ucx) {}
 
-PoolChannel::~PoolChannel() {
+void PoolChannel::Stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
   }
   if (watcher_.joinable()) watcher_.join();
-  const std::shared_ptr<Attachment> last = attachment();
+  std::shared_ptr<Attachment> last;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    last = std::exchange(attachment_, nullptr);
+  }
   if (last == nullptr) return;
   grpc::ClientContext context;
   context.set_deadline(Deadline(absl::Seconds(1)));
@@ -98,6 +111,20 @@ std::shared_ptr<PoolChannel::Stub> PoolChannel::stub() const {
 }
 
 absl::StatusOr<std::shared_ptr<Attachment>> PoolChannel::Attach() {
+  absl::StatusOr<std::shared_ptr<Attachment>> attached = TryAttach();
+  figures_->CountAttach(attached.status().code());
+  if (!attached.ok()) return attached;
+  figures_->CountPath((*attached)->path);
+  const std::string& incarnation = (*attached)->session().incarnation();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!last_incarnation_.empty() && last_incarnation_ != incarnation) {
+    figures_->CountIncarnationChange();
+  }
+  last_incarnation_ = incarnation;
+  return attached;
+}
+
+absl::StatusOr<std::shared_ptr<Attachment>> PoolChannel::TryAttach() {
   auto stub = std::make_shared<Stub>();
   KVD_ASSIGN_OR_RETURN(stub->channel, OpenGrpcChannel(address_, options_.tls));
   stub->pool = locks_kvd::v1::Pool::NewStub(stub->channel);
@@ -153,6 +180,7 @@ absl::StatusOr<std::shared_ptr<Attachment>> PoolChannel::Accept(locks_kvd::v1::A
   auto attachment = std::make_shared<Attachment>();
   attachment->address = address_;
   attachment->daemon = daemon_;
+  attachment->figures = figures_;
   const PathOptions path_options = {options_.required_path, options_.best_path,
                                     options_.control_timeout};
   KVD_ASSIGN_OR_RETURN(ChosenPath path, ChoosePath(reply, arena, ucx_, path_options));
@@ -186,7 +214,7 @@ void PoolChannel::Watch() {
       Lose(*current, why);
       backoff = kFirstBackoff;
     }
-    if (!Wait(backoff)) return;
+    if (!Wait(Jittered(backoff))) return;
     backoff = std::min(backoff * 2, kLongestBackoff);
     if (Attach().ok()) Emit(ClientEvent::Kind::kDaemonBack, "attached again, without our pages");
   }

@@ -31,8 +31,7 @@ class PoolChannel {
   // Does nothing yet. `options`, `shape` and `ucx` (may be null) must outlive the channel.
   PoolChannel(std::string address, int daemon, const ClientOptions* options,
               const WorkerShape* shape, UcxWorker* ucx);
-  // Detaches (best effort, up to a second) and joins.
-  ~PoolChannel();
+  ~PoolChannel() { Stop(); }
   PoolChannel(const PoolChannel&) = delete;
   PoolChannel& operator=(const PoolChannel&) = delete;
 
@@ -41,9 +40,14 @@ class PoolChannel {
   // path), kUnauthenticated, kPermissionDenied.
   absl::Status Start();
 
+  // Detaches (best effort, up to a second) and joins; there is no session from then on.
+  void Stop();
+
   // The session in force; null while there is none.
   std::shared_ptr<Attachment> attachment() const;
   const std::string& address() const { return address_; }
+  // Over all sessions.
+  const std::shared_ptr<ChannelFigures>& figures() const { return figures_; }
   int daemon() const { return daemon_; }
 
   // Control calls in `attachment`'s session; they fill in its SessionRef. kAborted also fences it.
@@ -59,7 +63,9 @@ class PoolChannel {
  private:
   struct Stub;  // gRPC channel and stub of one attachment
 
+  // One attempt, counted.
   absl::StatusOr<std::shared_ptr<Attachment>> Attach();
+  absl::StatusOr<std::shared_ptr<Attachment>> TryAttach();
   absl::StatusOr<std::shared_ptr<Attachment>> Accept(locks_kvd::v1::AttachReply reply);
   void Watch();
   // Keeps the session's stream until it is lost or the channel ends; says why.
@@ -78,11 +84,13 @@ class PoolChannel {
   const ClientOptions& options_;
   const WorkerShape& shape_;
   UcxWorker* const ucx_;
+  const std::shared_ptr<ChannelFigures> figures_ = std::make_shared<ChannelFigures>();
 
   mutable std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   bool stopping_ = false;
   std::shared_ptr<Attachment> attachment_;
+  std::string last_incarnation_;  // of the last session; empty before the first one
   std::shared_ptr<Stub> stub_;
   std::thread watcher_;
 };

@@ -1,6 +1,7 @@
 #include "client/record_fetch.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "absl/strings/str_cat.h"
 
@@ -21,11 +22,14 @@ std::vector<std::vector<size_t>> ByDaemon(std::span<const Request> requests, siz
   return lists;
 }
 
-// Fetches one shard of one daemon's pages, list by list; clears mirrored[] of those that did not
-// come.
+// Takes the records of one page and shard; false if they are not as they should be.
+using RecordSink = std::function<bool(int page, int shard_pos, const uint8_t* records)>;
+
+// Fetches one shard of one daemon's pages, list by list; clears good[] of those that did not come, or that
+// the sink refused.
 void FetchShard(Fetcher& fetcher, std::span<const RecordRequest> requests,
-                std::span<const size_t> mine, int shard_pos, absl::Duration timeout, Mirror& mirror,
-                const WorkerShape& shape, std::vector<uint8_t>& mirrored) {
+                std::span<const size_t> mine, int shard_pos, absl::Duration timeout,
+                const RecordSink& sink, const WorkerShape& shape, std::vector<uint8_t>& good) {
   const size_t record_bytes = shape.slot.summary_bytes();
   const size_t per_list = std::clamp<size_t>(kListBytes / record_bytes, 1, kListUnits);
   std::vector<uint8_t> staging(std::min(per_list, mine.size()) * record_bytes);
@@ -47,13 +51,24 @@ void FetchShard(Fetcher& fetcher, std::span<const RecordRequest> requests,
     fetcher.FetchSummaries(list);
     for (size_t i = 0; i < count; ++i) {
       const size_t request = mine[at + i];
-      if (valid[i] != 0) {
-        mirror.Store(requests[request].page, shard_pos, destinations[i]);
-      } else {
-        mirrored[request] = 0;
-      }
+      if (valid[i] == 0 || !sink(requests[request].page, shard_pos, destinations[i])) good[request] = 0;
     }
   }
+}
+
+std::vector<uint8_t> FetchInto(const PoolView& view, std::span<const RecordRequest> requests,
+                               absl::Duration timeout, const WorkerShape& shape, const RecordSink& sink) {
+  std::vector<uint8_t> good(requests.size(), 1);
+  const auto lists = ByDaemon(requests, view.attachments.size());
+  RunInParallel(static_cast<int>(lists.size()), [&](int n) {
+    const std::vector<size_t>& mine = lists[static_cast<size_t>(n)];
+    const auto daemon = static_cast<size_t>(requests[mine[0]].daemon);
+    Fetcher& fetcher = *view.attachments[daemon]->fetcher;
+    for (int s = 0; s < shape.num_shards(); ++s) {
+      FetchShard(fetcher, requests, mine, s, timeout, sink, shape, good);
+    }
+  });
+  return good;
 }
 
 }  // namespace
@@ -61,17 +76,18 @@ void FetchShard(Fetcher& fetcher, std::span<const RecordRequest> requests,
 std::vector<uint8_t> FetchRecords(const PoolView& view, std::span<const RecordRequest> requests,
                                   absl::Duration timeout, Mirror& mirror,
                                   const WorkerShape& shape) {
-  std::vector<uint8_t> mirrored(requests.size(), 1);
-  const auto lists = ByDaemon(requests, view.attachments.size());
-  RunInParallel(static_cast<int>(lists.size()), [&](int n) {
-    const std::vector<size_t>& mine = lists[static_cast<size_t>(n)];
-    const auto daemon = static_cast<size_t>(requests[mine[0]].daemon);
-    Fetcher& fetcher = *view.attachments[daemon]->fetcher;
-    for (int s = 0; s < shape.num_shards(); ++s) {
-      FetchShard(fetcher, requests, mine, s, timeout, mirror, shape, mirrored);
-    }
+  return FetchInto(view, requests, timeout, shape, [&](int page, int shard_pos, const uint8_t* records) {
+    mirror.Store(page, shard_pos, records);
+    return true;
   });
-  return mirrored;
+}
+
+std::vector<uint8_t> CompareRecords(const PoolView& view, std::span<const RecordRequest> requests,
+                                    absl::Duration timeout, const Mirror& mirror,
+                                    const WorkerShape& shape) {
+  return FetchInto(view, requests, timeout, shape, [&](int page, int shard_pos, const uint8_t* records) {
+    return mirror.Equals(page, shard_pos, records);
+  });
 }
 
 absl::Status FetchUnits(const PoolView& view, std::span<const UnitRequest> requests,
@@ -97,6 +113,7 @@ absl::Status FetchUnits(const PoolView& view, std::span<const UnitRequest> reque
       list.deadline = timeout;
       attachment.fetcher->Start(list);
       attachment.fetcher->Wait(list);
+      attachment.figures->CountFetch(list, attachment.fetcher->path());
       const auto num_valid = std::count(valid.begin(), valid.end(), uint8_t{1});
       if (num_valid == static_cast<ptrdiff_t>(count)) continue;
       outcomes[static_cast<size_t>(n)] = absl::UnavailableError(absl::StrCat(

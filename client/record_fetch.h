@@ -32,6 +32,11 @@ struct RecordRequest {
 std::vector<uint8_t> FetchRecords(const PoolView& view, std::span<const RecordRequest> requests,
                                   absl::Duration timeout, Mirror& mirror, const WorkerShape& shape);
 
+// Answers 1 for each page whose daemon has the very records that are in `mirror`: its bytes are the same.
+std::vector<uint8_t> CompareRecords(const PoolView& view, std::span<const RecordRequest> requests,
+                                    absl::Duration timeout, const Mirror& mirror,
+                                    const WorkerShape& shape);
+
 struct UnitRequest {
   int daemon;  // attached in the view
   FetchEntry entry;

@@ -11,6 +11,15 @@
 #include "proto/status.h"
 
 namespace kvd {
+namespace {
+
+void SetSources(const PoolView& view, SequencePages* pages) {
+  for (size_t d = 0; d < view.attachments.size(); ++d) {
+    if (view.attachments[d] != nullptr) pages->SetSource(static_cast<int>(d), view.attachments[d]);
+  }
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<Sequence>> Sequence::Open(const SequenceContext& context,
                                                          std::span<const PageKey> keys,
@@ -32,7 +41,7 @@ absl::StatusOr<std::unique_ptr<Sequence>> Sequence::Open(const SequenceContext& 
   if (view.live.empty()) return absl::UnavailableError("no daemon of the pool is attached");
   KVD_ASSIGN_OR_RETURN(sequence->pages_,
                        SequencePages::Make(shape, static_cast<int>(capacity), options.step.n_sink,
-                                           options.step.n_win, context.pool->num_daemons()));
+                                           options.step.n_win, Pool::kMaxDaemons));
   KVD_ASSIGN_OR_RETURN(sequence->step_, DecodeStep::Plan(sequence->pages_.get(), options.step));
   const std::vector<PlacedPage> placed = view.Place(keys);
   KVD_ASSIGN_OR_RETURN(MatchedPages matched, context.pool->Match(view, placed, MatchMode::kPrefix));
@@ -49,10 +58,15 @@ absl::StatusOr<std::unique_ptr<Sequence>> Sequence::Open(const SequenceContext& 
   }
   s.next_to_seal_ = s.num_woken_ = s.num_open_pages_;
   context.sealer->Add(sequence.get());
+  context.metrics->Add({&s.step_->totals(), &s.step_->fetch_totals(), options.step.loss,
+                        s.mirror_bytes(), s.cache_bytes()});
   return sequence;
 }
 
-Sequence::~Sequence() { context_.sealer->Remove(this); }
+Sequence::~Sequence() {
+  context_.sealer->Remove(this);
+  if (step_ != nullptr) context_.metrics->Remove(&step_->totals());
+}
 
 PageKey Sequence::key(int page) const {
   const auto p = static_cast<size_t>(page);
@@ -62,24 +76,49 @@ PageKey Sequence::key(int page) const {
 absl::Status Sequence::Fill(const PoolView& view, std::span<const PlacedPage> placed,
                             MatchedPages matched) {
   leases_ = std::move(matched.leases);
-  for (const int d : view.live) pages_->SetSource(d, view.attachments[static_cast<size_t>(d)]);
+  SetSources(view, pages_.get());
   const auto shards = static_cast<size_t>(context_.shape->num_shards());
   std::vector<RecordRequest> requests;
   for (int p = 0; p < matched.num_pages; ++p) {
     const auto idx = static_cast<size_t>(p);
-    requests.push_back({p, placed[idx].daemon, {matched.slots.data() + idx * shards, shards}});
+    requests.push_back({p, matched.daemons[idx], {matched.slots.data() + idx * shards, shards}});
   }
   const std::vector<uint8_t> mirrored =
       FetchRecords(view, requests, fetch_timeout_, pages_->mirror(), *context_.shape);
   // A page without its record cannot be scanned: the sequence ends before it.
   const auto gap = std::find(mirrored.begin(), mirrored.end(), uint8_t{0});
   num_open_pages_ = static_cast<int>(gap - mirrored.begin());
+  context_.metrics->CountUnusedHits(static_cast<uint64_t>(mirrored.end() - gap));
   for (int p = 0; p < num_open_pages_; ++p) {
     const RecordRequest& request = requests[static_cast<size_t>(p)];
     pages_->SetPage(p, request.daemon, request.slots);
+    SetHome(p, view.attachments[static_cast<size_t>(request.daemon)]);
   }
   pages_->SetNumPages(num_open_pages_);
+  if (view.replicas > 1) KVD_RETURN_IF_ERROR(FindAlternates(view, placed));
   return FetchLocalPages(view);
+}
+
+// Leases each open page at its second holder too, where that has it already.
+absl::Status Sequence::FindAlternates(const PoolView& view, std::span<const PlacedPage> placed) {
+  std::vector<PlacedPage> second;
+  for (int p = 0; p < num_open_pages_; ++p) {
+    for (const int holder : view.Holders(placed[static_cast<size_t>(p)].word, /*only_live=*/true)) {
+      if (holder == pages_->daemon_of(p)) continue;
+      second.push_back(placed[static_cast<size_t>(p)]);
+      second.back().daemon = holder;
+      break;
+    }
+  }
+  KVD_ASSIGN_OR_RETURN(MatchedPages matched, context_.pool->Match(view, second, MatchMode::kAtDaemon));
+  const auto shards = static_cast<size_t>(context_.shape->num_shards());
+  for (size_t i = 0; i < second.size(); ++i) {
+    if (matched.found[i] == 0) continue;
+    pages_->SetAlternate(static_cast<int>(second[i].page_idx), second[i].daemon,
+                         {matched.slots.data() + i * shards, shards});
+  }
+  for (LeasedSlots& leases : matched.leases) leases_.push_back(std::move(leases));
+  return absl::OkStatus();
 }
 
 // Sinks and window: the units that are attended in every step.
@@ -154,19 +193,24 @@ absl::StatusOr<RepairReport> Sequence::Repair(std::span<const int> pages) {
     placed.push_back(view.PlaceOne(key(p), p, key(p / kStripePages * kStripePages)));
   }
   KVD_ASSIGN_OR_RETURN(MatchedPages matched, context_.pool->Match(view, placed, MatchMode::kEach));
-  for (const int d : view.live) pages_->SetSource(d, view.attachments[static_cast<size_t>(d)]);
+  SetSources(view, pages_.get());
   const auto shards = static_cast<size_t>(context_.shape->num_shards());
   std::vector<RecordRequest> requests;
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (matched.found[i] == 0) continue;
-    requests.push_back({wanted[i], placed[i].daemon, {matched.slots.data() + i * shards, shards}});
+    requests.push_back({wanted[i], matched.daemons[i], {matched.slots.data() + i * shards, shards}});
   }
   const std::vector<uint8_t> mirrored =
       FetchRecords(view, requests, fetch_timeout_, pages_->mirror(), *context_.shape);
   for (size_t i = 0; i < requests.size(); ++i) {
-    if (mirrored[i] != 0) pages_->SetPage(requests[i].page, requests[i].daemon, requests[i].slots);
+    if (mirrored[i] == 0) continue;
+    pages_->SetPage(requests[i].page, requests[i].daemon, requests[i].slots);
+    SetHome(requests[i].page, view.attachments[static_cast<size_t>(requests[i].daemon)]);
   }
-  for (LeasedSlots& leases : matched.leases) leases_.push_back(std::move(leases));
+  {
+    const std::lock_guard<std::mutex> lock(homes_mutex_);
+    for (LeasedSlots& leases : matched.leases) leases_.push_back(std::move(leases));
+  }
   for (const int p : wanted) {
     if (pages_->is_selectable(p)) {
       ++report.num_repaired;
@@ -223,9 +267,13 @@ bool Sequence::SealBatch(int first, int count) {
     pages_->PushSealed({request.daemon,
                         view.attachments[static_cast<size_t>(request.daemon)],
                         {request.slots.begin(), request.slots.end()}});
+    SetHome(request.page, view.attachments[static_cast<size_t>(request.daemon)]);
     ++next_to_seal_;
   }
-  for (LeasedSlots& leases : report.leases) sealed_leases_.push_back(std::move(leases));
+  {
+    const std::lock_guard<std::mutex> lock(homes_mutex_);
+    for (LeasedSlots& leases : report.leases) leases_.push_back(std::move(leases));
+  }
   const bool all = next_to_seal_ == first + count;
   if (all) pages_->SetSealProblem(absl::StatusCode::kOk);
   return all;

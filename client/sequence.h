@@ -11,12 +11,14 @@
 #define LOCKS_KVD_CLIENT_SEQUENCE_H_
 
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/decode_step.h"
+#include "client/metrics.h"
 #include "client/page_writer.h"
 #include "client/pool.h"
 #include "client/sequence_pages.h"
@@ -42,6 +44,7 @@ struct SequenceContext {
   const WorkerShape* shape;
   const PageWriter* writer;
   TailSealer* sealer;
+  ClientMetrics* metrics;
 };
 
 class Sequence final : public SealJob {
@@ -81,6 +84,7 @@ class Sequence final : public SealJob {
   size_t cache_bytes() const { return step_->cache().bytes(); }
 
   bool SealCompletePages() override;
+  void FollowMoves() override;
 
  private:
   friend class KvClient;
@@ -93,8 +97,13 @@ class Sequence final : public SealJob {
                                                         const SequenceOptions& options);
   absl::Status Fill(const PoolView& view, std::span<const PlacedPage> placed, MatchedPages matched);
   absl::Status FetchLocalPages(const PoolView& view);
+  absl::Status FindAlternates(const PoolView& view, std::span<const PlacedPage> placed);
   void WakeSealer();
   bool SealBatch(int first, int count);
+  // sequence_moves.cc: the sealer's thread.
+  std::vector<int> PagesToFollow();
+  void SettleMoves();
+  void SetHome(int page, std::shared_ptr<Attachment> attachment);
 
   const SequenceContext context_;
   const SequenceOptions options_;
@@ -106,11 +115,17 @@ class Sequence final : public SealJob {
   std::vector<PageKey> prompt_keys_;  // of the pages at open
   std::vector<PageKey>
       private_keys_;  // [P_cap - open pages], computed at open: the sealer only reads
-  std::vector<LeasedSlots> leases_;  // owner thread
+
+  std::mutex homes_mutex_;  // guards what follows; never taken in a step
+  std::vector<std::shared_ptr<Attachment>> homes_;  // [sealed pages] where each page was last found
+  std::vector<LeasedSlots> leases_;
 
   // Sealer's thread (and the destructor, after it has let go).
   int next_to_seal_ = 0;
-  std::vector<LeasedSlots> sealed_leases_;
+  absl::Time follow_at_ = absl::InfinitePast();
+  // Of the batch that the step has not taken over yet.
+  std::vector<LeasedSlots> moved_leases_;
+  std::vector<std::pair<int, std::shared_ptr<Attachment>>> moved_homes_;
 };
 
 }  // namespace kvd

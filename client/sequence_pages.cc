@@ -12,7 +12,7 @@ namespace kvd {
 
 absl::StatusOr<std::unique_ptr<SequencePages>> SequencePages::Make(const WorkerShape& shape,
                                                                    int page_capacity, int n_sink,
-                                                                   int n_win, int num_daemons) {
+                                                                   int n_win, int max_daemons) {
   if (page_capacity < 1 || page_capacity > kMaxPages) {
     return absl::InvalidArgumentError(absl::StrCat("a sequence must have room for 1 to ", kMaxPages,
                                                    " pages, got ", page_capacity));
@@ -30,7 +30,7 @@ absl::StatusOr<std::unique_ptr<SequencePages>> SequencePages::Make(const WorkerS
   pages->slots_.resize(capacity * static_cast<size_t>(shape.num_shards()));
   pages->selectable_.resize((capacity + 63) / 64);
   pages->missing_.resize((capacity + 63) / 64);
-  pages->sources_.resize(static_cast<size_t>(num_daemons));
+  pages->sources_.resize(static_cast<size_t>(max_daemons));
   pages->sealed_.resize(static_cast<size_t>(pages->ring_->num_pages()));
   for (SealedPage& entry : pages->sealed_) {
     entry.slots.resize(static_cast<size_t>(shape.num_shards()));
@@ -38,8 +38,14 @@ absl::StatusOr<std::unique_ptr<SequencePages>> SequencePages::Make(const WorkerS
   return pages;
 }
 
+SequencePages::~SequencePages() {
+  delete moved_in_.load();
+  delete moved_out_.load();
+}
+
 void SequencePages::SetSource(int daemon, std::shared_ptr<PageSource> source) {
   Source& entry = sources_[static_cast<size_t>(daemon)];
+  num_daemons_ = std::max(num_daemons_, daemon + 1);
   if (entry.source == source) {
     if (entry.retry_at != absl::InfiniteDuration()) UnmaskDaemon(daemon);
     return;
@@ -59,6 +65,37 @@ void SequencePages::SetPage(int page, int daemon, std::span<const SlotRef> slots
   std::copy(slots.begin(), slots.end(), slots_.begin() + static_cast<ptrdiff_t>(p * slots.size()));
   missing_[p / 64] &= ~(uint64_t{1} << (p % 64));
   SetSelectable(page, !sources_[static_cast<size_t>(daemon)].masked);
+}
+
+void SequencePages::SetAlternate(int page, int daemon, std::span<const SlotRef> slots) {
+  KVD_CHECK(sources_[static_cast<size_t>(daemon)].source != nullptr);
+  if (alt_daemon_.empty()) {
+    alt_daemon_.resize(static_cast<size_t>(page_capacity_), kNoDaemon);
+    alt_slots_.resize(slots_.size());
+  }
+  alt_daemon_[static_cast<size_t>(page)] = static_cast<uint16_t>(daemon);
+  std::copy(slots.begin(), slots.end(), alt_slots_.begin() + page * static_cast<ptrdiff_t>(slots.size()));
+}
+
+// The bytes are the same, so what the page cache holds of the page stays good.
+void SequencePages::MovePage(int page, int daemon, std::span<const SlotRef> slots) {
+  const auto p = static_cast<size_t>(page);
+  daemon_[p] = static_cast<uint16_t>(daemon);
+  std::copy(slots.begin(), slots.end(), slots_.begin() + static_cast<ptrdiff_t>(p * slots.size()));
+  missing_[p / 64] &= ~(uint64_t{1} << (p % 64));
+  SetSelectable(page, !sources_[static_cast<size_t>(daemon)].masked);
+}
+
+bool SequencePages::TakeAlternate(int page) {
+  if (alt_daemon_.empty()) return false;
+  const auto p = static_cast<size_t>(page);
+  const uint16_t daemon = std::exchange(alt_daemon_[p], kNoDaemon);
+  if (daemon == kNoDaemon) return false;
+  const Source& source = sources_[daemon];
+  if (source.masked || source.source->lost.load(std::memory_order_acquire)) return false;
+  const auto shards = static_cast<size_t>(shape_.num_shards());
+  MovePage(page, daemon, {alt_slots_.data() + p * shards, shards});
+  return true;
 }
 
 void SequencePages::SetNumPages(int num_pages) {
@@ -103,7 +140,7 @@ absl::Status SequencePages::AppendTail(std::span<const EngineKv> layers, int64_t
 }
 
 absl::Status SequencePages::BeginStep(absl::Duration now) {
-  AdoptSealed();
+  AdoptMoved();
   CheckSources(now);
   if (!HasRoom()) [[unlikely]]
     return NoRoom();
@@ -133,16 +170,7 @@ void SequencePages::AdoptSealed() {
   const uint64_t pushed = num_pushed_.load(std::memory_order_acquire);
   for (; num_adopted_ < pushed; ++num_adopted_) {
     SealedPage& entry = sealed_[num_adopted_ % sealed_.size()];
-    Source& source = sources_[static_cast<size_t>(entry.daemon)];
-    const bool gone = entry.source->lost.load(std::memory_order_acquire);
-    if (source.source != entry.source && !gone) {
-      // The daemon came back as a stranger. The old session goes back in the entry, so that it is
-      // freed by the sealer and not in a step.
-      MaskDaemon(entry.daemon, /*missing=*/true);
-      source.source.swap(entry.source);
-      source.masked = false;
-      source.retry_at = absl::InfiniteDuration();
-    }
+    const bool gone = !UseSource(entry.daemon, &entry.source);
     const int page = num_pages_;
     if (page < n_sink_) {
       for (int layer = 0; layer < shape_.num_layers(); ++layer) {
@@ -157,6 +185,45 @@ void SequencePages::AdoptSealed() {
     num_pages_ = page + 1;
     num_missing_ += is_selectable(page) ? 0 : 1;
   }
+}
+
+// False if the session has ended. Where the daemon has another session now (it is new, or came back as a
+// stranger), the old one is left in `source`, so that it is freed by the sealer and not in a step.
+bool SequencePages::UseSource(int daemon, std::shared_ptr<PageSource>* source) {
+  if ((*source)->lost.load(std::memory_order_acquire)) return false;
+  Source& entry = sources_[static_cast<size_t>(daemon)];
+  if (entry.source == *source) return true;
+  MaskDaemon(daemon, /*missing=*/true);
+  entry.source.swap(*source);
+  entry.masked = false;
+  entry.retry_at = absl::InfiniteDuration();
+  num_daemons_ = std::max(num_daemons_, daemon + 1);
+  return true;
+}
+
+void SequencePages::AdoptMoved() {
+  // Pages that were sealed before the batch was made are adopted before it is applied.
+  MovedPages* batch = moved_in_.exchange(nullptr, std::memory_order_acquire);
+  AdoptSealed();
+  if (batch == nullptr) [[likely]]
+    return;
+  for (MovedPage& moved : *batch) {
+    if (UseSource(moved.daemon, &moved.source)) MovePage(moved.page, moved.daemon, moved.slots);
+  }
+  moved_out_.store(batch, std::memory_order_release);
+}
+
+bool SequencePages::PushMoved(std::unique_ptr<MovedPages>* batch) {
+  if (moved_under_way_) return false;
+  moved_under_way_ = true;
+  moved_in_.store(batch->release(), std::memory_order_release);
+  return true;
+}
+
+std::unique_ptr<MovedPages> SequencePages::TakeBackMoved() {
+  std::unique_ptr<MovedPages> batch(moved_out_.exchange(nullptr, std::memory_order_acquire));
+  if (batch != nullptr) moved_under_way_ = false;
+  return batch;
 }
 
 void SequencePages::PushSealed(SealedPage page) {
@@ -191,6 +258,7 @@ void SequencePages::MaskDaemon(int daemon, bool missing) {
   sources_[static_cast<size_t>(daemon)].masked = true;
   for (int p = 0; p < num_pages_; ++p) {
     if (daemon_of(p) != daemon || version_[static_cast<size_t>(p)] == 0) continue;
+    if (TakeAlternate(p)) continue;
     if (missing) missing_[static_cast<size_t>(p) / 64] |= uint64_t{1} << (p % 64);
     SetSelectable(p, false);
   }
@@ -206,6 +274,7 @@ void SequencePages::UnmaskDaemon(int daemon) {
 }
 
 void SequencePages::MarkMissing(int page) {
+  if (TakeAlternate(page)) return;
   missing_[static_cast<size_t>(page) / 64] |= uint64_t{1} << (page % 64);
   SetSelectable(page, false);
 }

@@ -38,12 +38,22 @@ struct SealedPage {
   std::vector<SlotRef> slots;  // one a shard held
 };
 
+// A page whose bytes another daemon holds too, proved by its records: the step reads it there from now on.
+struct MovedPage {
+  int page = 0;
+  int daemon = 0;
+  std::shared_ptr<PageSource> source;
+  std::vector<SlotRef> slots;  // one a shard held
+};
+using MovedPages = std::vector<MovedPage>;
+
 class SequencePages {
  public:
-  // `num_daemons`: members of the pool; a page's daemon is below it.
+  // `max_daemons`: a page's daemon is below it.
   static absl::StatusOr<std::unique_ptr<SequencePages>> Make(const WorkerShape& shape,
                                                              int page_capacity, int n_sink,
-                                                             int n_win, int num_daemons);
+                                                             int n_win, int max_daemons);
+  ~SequencePages();
 
   // --- owner thread, between steps ---
 
@@ -52,6 +62,10 @@ class SequencePages {
   void SetSource(int daemon, std::shared_ptr<PageSource> source);
   // Where a page is (opened or repaired): selectable again. Its records must be in the mirror.
   void SetPage(int page, int daemon, std::span<const SlotRef> slots);
+  // A second holder of a page, to which the step turns when the first one fails: the same bytes. Its daemon has
+  // a source. Allocates with the first one.
+  void SetAlternate(int page, int daemon, std::span<const SlotRef> slots);
+  bool has_alternates() const { return !alt_daemon_.empty(); }
   // Raises the count of sealed pages when a sequence is opened; the tail starts after them.
   void SetNumPages(int num_pages);
   // Counts the token whose rows stand at (tail_page(), tail_row()) of every layer.
@@ -68,10 +82,10 @@ class SequencePages {
   // kResourceExhausted if the next token has no room (ring full: seals lag; capacity: open again).
   // Allocates only on error.
   absl::Status BeginStep(absl::Duration now);
-  // The page is not where it should be; it is not selectable until SetPage.
+  // The page is not where it should be: its second holder is taken, or it is not selectable until SetPage.
   void MarkMissing(int page);
-  // A fetch list of this daemon failed as a whole: none of its pages is selectable for
-  // kSuspendTime.
+  // A fetch list of this daemon failed as a whole: its pages turn to their second holders; those without
+  // are not selectable for kSuspendTime.
   void Suspend(int daemon, absl::Duration now);
   static constexpr absl::Duration kSuspendTime = absl::Seconds(1);
 
@@ -101,7 +115,9 @@ class SequencePages {
   std::vector<int> MissingPages() const;
   int num_missing() const { return num_missing_; }
   Fetcher* fetcher(int daemon) const;
-  int num_daemons() const { return static_cast<int>(sources_.size()); }
+  // Above every daemon that has a source.
+  int num_daemons() const { return num_daemons_; }
+  int max_daemons() const { return static_cast<int>(sources_.size()); }
 
   const WorkerShape& shape() const { return shape_; }
   Mirror& mirror() { return *mirror_; }
@@ -115,6 +131,10 @@ class SequencePages {
   int complete_pages() const { return complete_pages_.load(std::memory_order_acquire); }
   // Hands over the next page, in order of pages.
   void PushSealed(SealedPage page);
+  // Hands over pages that have moved, for the next step; false while the last batch was not taken back.
+  bool PushMoved(std::unique_ptr<MovedPages>* batch);
+  // The batch that the step has taken over, else null. Its entries hold the sources that it replaced.
+  std::unique_ptr<MovedPages> TakeBackMoved();
   // Why the last seal failed, for the message of a full ring; kOk once one succeeds.
   void SetSealProblem(absl::StatusCode code) {
     seal_problem_.store(code, std::memory_order_relaxed);
@@ -130,6 +150,10 @@ class SequencePages {
   SequencePages(const WorkerShape& shape, int page_capacity, int n_sink, int n_win)
       : shape_(shape), page_capacity_(page_capacity), n_sink_(n_sink), n_win_(n_win) {}
   void AdoptSealed();
+  void AdoptMoved();
+  bool UseSource(int daemon, std::shared_ptr<PageSource>* source);
+  void MovePage(int page, int daemon, std::span<const SlotRef> slots);
+  bool TakeAlternate(int page);
   void CheckSources(absl::Duration now);
   void MaskDaemon(int daemon, bool missing);
   void UnmaskDaemon(int daemon);
@@ -156,7 +180,16 @@ class SequencePages {
   std::vector<SlotRef> slots_;     // [P_cap][shards held]
   std::vector<uint64_t> selectable_;
   std::vector<uint64_t> missing_;  // proven gone; the rest of the unselectable are suspended
-  std::vector<Source> sources_;    // [num_daemons]
+  std::vector<Source> sources_;    // [max_daemons]
+  int num_daemons_ = 0;
+  static constexpr uint16_t kNoDaemon = 0xFFFF;
+  std::vector<uint16_t> alt_daemon_;  // [P_cap] or empty
+  std::vector<SlotRef> alt_slots_;    // [P_cap][shards held] or empty
+
+  // One batch of moved pages at a time: the sealer puts it here, the step takes it and puts it there.
+  std::atomic<MovedPages*> moved_in_{nullptr};
+  std::atomic<MovedPages*> moved_out_{nullptr};
+  bool moved_under_way_ = false;  // sealer's
 
   // Seal queue: the sealer writes entry num_pushed % size, the owner reads entry num_adopted_ %
   // size.

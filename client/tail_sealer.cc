@@ -2,17 +2,19 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <ctime>
+#include <utility>
 
 namespace kvd {
 namespace {
 
 // A seal that failed (a full or lost daemon) is tried again after this.
-constexpr long kRetryNanoseconds = 100'000'000;
+constexpr int kRetryMs = 100;
 
 }  // namespace
 
-TailSealer::TailSealer() {
+TailSealer::TailSealer(std::function<void()> upkeep) : upkeep_(std::move(upkeep)) {
   sem_init(&work_, /*pshared=*/0, 0);
   thread_ = std::thread([this] { Loop(); });
 }
@@ -35,28 +37,35 @@ void TailSealer::Remove(SealJob* job) {
   idle_.wait(lock, [this, job] { return running_ != job; });
 }
 
+bool TailSealer::WaitForWork(int milliseconds) {
+  timespec until;
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  until.tv_nsec += milliseconds * 1'000'000L;
+  until.tv_sec += until.tv_nsec / 1'000'000'000;
+  until.tv_nsec %= 1'000'000'000;
+  while (sem_clockwait(&work_, CLOCK_MONOTONIC, &until) != 0) {
+    if (errno != EINTR) return false;
+  }
+  return true;
+}
+
 void TailSealer::Loop() {
+  using Clock = std::chrono::steady_clock;
   bool retry = false;
+  Clock::time_point last_tick = Clock::now();
   while (!stopping_.load()) {
-    if (retry) {
-      timespec until;
-      clock_gettime(CLOCK_MONOTONIC, &until);
-      until.tv_nsec += kRetryNanoseconds;
-      until.tv_sec += until.tv_nsec / 1'000'000'000;
-      until.tv_nsec %= 1'000'000'000;
-      while (sem_clockwait(&work_, CLOCK_MONOTONIC, &until) != 0 && errno == EINTR) {
-      }
-    } else {
-      while (sem_wait(&work_) != 0 && errno == EINTR) {
-      }
-    }
+    const bool woken = WaitForWork(retry ? std::min(kRetryMs, kTickMs) : kTickMs);
     while (sem_trywait(&work_) == 0) {  // one round serves every wake so far
     }
-    retry = !RunJobs();
+    const bool tick = Clock::now() - last_tick >= std::chrono::milliseconds(kTickMs);
+    if (!woken && !retry && !tick) continue;
+    if (tick) last_tick = Clock::now();
+    retry = !RunJobs(tick);
+    if (tick && upkeep_ && !stopping_.load()) upkeep_();
   }
 }
 
-bool TailSealer::RunJobs() {
+bool TailSealer::RunJobs(bool tick) {
   bool all_done = true;
   std::unique_lock<std::mutex> lock(mutex_);
   const std::vector<SealJob*> round = jobs_;
@@ -65,6 +74,7 @@ bool TailSealer::RunJobs() {
     running_ = job;
     lock.unlock();
     const bool done = stopping_.load() || job->SealCompletePages();
+    if (tick && !stopping_.load()) job->FollowMoves();
     lock.lock();
     all_done = all_done && done;
     running_ = nullptr;

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -22,11 +23,16 @@ class SealJob {
   // Sealer's thread. Seals what is complete; false if something is left (it failed, and is
   // retried).
   virtual bool SealCompletePages() = 0;
+  // Sealer's thread, every kTick. Follows pages to where they have moved.
+  virtual void FollowMoves() {}
 };
 
 class TailSealer {
  public:
-  TailSealer();
+  static constexpr int kTickMs = 200;
+
+  // `upkeep` runs on the sealer's thread every kTick; may be empty.
+  explicit TailSealer(std::function<void()> upkeep = {});
   ~TailSealer();
   TailSealer(const TailSealer&) = delete;
   TailSealer& operator=(const TailSealer&) = delete;
@@ -39,8 +45,11 @@ class TailSealer {
 
  private:
   void Loop();
-  bool RunJobs();
+  // False if the time came first.
+  bool WaitForWork(int milliseconds);
+  bool RunJobs(bool tick);
 
+  const std::function<void()> upkeep_;
   sem_t work_;
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;  // of what follows

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "kernels/check.h"
 
@@ -131,6 +132,13 @@ static_assert(MakeSummaryLayout(64, 16, 4).coarse[kUnitChecksum] % 8 == 0);
 
 // Units of a slot stand as [L][shard heads]; its records as all coarse parts [L][shard heads], then all
 // fine parts [L][shard heads].
+// Checksum64 of the unit whose record's coarse part is at `coarse`.
+inline uint64_t UnitChecksumOf(const uint8_t* coarse, const SummaryLayout& layout) {
+  uint64_t checksum;
+  std::memcpy(&checksum, coarse + layout.coarse[kUnitChecksum], sizeof(checksum));
+  return checksum;
+}
+
 struct SlotLayout {
   int32_t num_layers;
   int32_t shard_heads;

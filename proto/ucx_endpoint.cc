@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <random>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/check.h"
@@ -34,6 +36,11 @@ bool IsSealed(const std::string& address) {
          seal.checksum == Checksum64(address.data() + sizeof(seal), bytes);
 }
 
+uint64_t RandomConnection() {
+  std::random_device random;
+  return std::max<uint64_t>(1, ConnectionOf(uint64_t{random()} << 32 | random()));
+}
+
 // A peer's address on its way in, then the answer on its way back. Owns itself.
 class Greeting final : public UcxReceive, public UcxSend {
  public:
@@ -43,7 +50,7 @@ class Greeting final : public UcxReceive, public UcxSend {
 
   void OnReceived(bool ok) override {
     if (!ok || !state_->allow) return Finish();
-    absl::StatusOr<UcxEndpoint*> endpoint = state_->Open(address_);
+    absl::StatusOr<UcxEndpoint*> endpoint = state_->Open(address_, ConnectionOf(hello_.request));
     if (!endpoint.ok()) {
       state_->num_malformed.fetch_add(1, std::memory_order_relaxed);
       return Finish();
@@ -99,19 +106,25 @@ std::string UcxState::SealAddress(const void* address, size_t bytes) {
   return sealed.append(static_cast<const char*>(address), bytes);
 }
 
-absl::StatusOr<UcxEndpoint*> UcxState::Open(const std::string& remote_address) {
+absl::StatusOr<UcxEndpoint*> UcxState::Open(const std::string& remote_address, uint64_t connection) {
   if (!IsSealed(remote_address)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "UCX: ", remote_address.size(), " bytes are not an address that a locks-kvd process gave out"));
   }
-  for (UcxEndpoint* endpoint : endpoints) {
+  const std::vector<UcxEndpoint*> open = endpoints;  // Fail takes them out
+  for (UcxEndpoint* endpoint : open) {
     if (endpoint->remote_address != remote_address) continue;
-    ++endpoint->users;
-    return endpoint;
+    if (connection == 0 || endpoint->connection == connection) {
+      ++endpoint->users;
+      return endpoint;
+    }
+    // Its other end is gone: small messages would still arrive on it, but a long one would never be fetched.
+    Fail(endpoint);
   }
   auto endpoint = std::make_unique<UcxEndpoint>();
   endpoint->state = this;
   endpoint->remote_address = remote_address;
+  endpoint->connection = connection == 0 ? RandomConnection() : connection;
   endpoint->users = 1;
   ucp_ep_params_t params = {};
   params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |

@@ -44,7 +44,6 @@ absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Connect(UcxWorker* worker, con
   KVD_ASSIGN_OR_RETURN(link->channel_, worker->OpenChannel(link.get()));
   auto greeting = std::make_shared<Greeting>();
   greeting->own_address = worker->address();
-  greeting->header = link->Header(MessageType::kHello, 0);
   link->greeting_ = greeting;
   absl::Status opened;
   worker->Run([&] {
@@ -54,6 +53,7 @@ absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Connect(UcxWorker* worker, con
       return;
     }
     link->endpoint_ = *endpoint;
+    greeting->header = link->Header(MessageType::kHello, UcxWorker::Connection(*endpoint));
     greeting->Keep(greeting);
     const std::string& address = greeting->own_address;
     worker->Send(*endpoint, *greeting, {reinterpret_cast<const uint8_t*>(address.data()), address.size()});

@@ -24,6 +24,7 @@ class UcxEndpoint {
  public:
   UcxState* state = nullptr;
   std::string remote_address;
+  uint64_t connection = 0;        // which of the two workers' connections; chosen by the end that greets
   ucp_ep_h ep = nullptr;          // null once it is being closed
   void* close_request = nullptr;  // UCX's, of the close
   int users = 0;
@@ -60,7 +61,8 @@ struct UcxState {
 
   // --- endpoints (ucx_endpoint.cc) ---
   static std::string SealAddress(const void* address, size_t bytes);
-  absl::StatusOr<UcxEndpoint*> Open(const std::string& remote_address);
+  // `connection` 0: any that is open, or a new one.
+  absl::StatusOr<UcxEndpoint*> Open(const std::string& remote_address, uint64_t connection = 0);
   void Release(UcxEndpoint* endpoint);
   void Fail(UcxEndpoint* endpoint);
   static void OnEndpointError(void* arg, ucp_ep_h ep, ucs_status_t status);
@@ -76,6 +78,7 @@ struct UcxState {
   std::atomic<UcxTask*> tasks{nullptr};    // any thread: a stack that the progress thread empties at once
   std::atomic<bool> sleeping{false};       // any thread
   std::atomic<uint64_t> num_malformed{0};  // any thread
+  LatencyHistogram stalls;                 // any thread
   bool stop = false;
 
   Handler handlers[kNumMessageTypes] = {};

@@ -21,6 +21,8 @@ namespace {
 
 // How long shutting down waits for UCX to close its connections.
 constexpr auto kCloseLimit = std::chrono::seconds(1);
+// A turn of the thread longer than this is counted: peers wait meanwhile.
+constexpr auto kStall = std::chrono::milliseconds(1);
 
 absl::Status UcxError(absl::string_view what, ucs_status_t status) {
   return absl::FailedPreconditionError(absl::StrCat("UCX: ", what, ": ", ucs_status_string(status)));
@@ -127,18 +129,22 @@ void UcxState::Loop() {
   using Clock = std::chrono::steady_clock;
   const auto spin = absl::ToChronoNanoseconds(options.spin);
   Clock::time_point last_work = Clock::now();
+  Clock::time_point turn = last_work;
   while (!stop) {
     bool active = ucp_worker_progress(worker) != 0;
     active |= RunTasks();
     for (UcxPoller* poller : pollers) active |= poller->Poll();
     if (!failed.empty()) CloseFailed();
     const Clock::time_point now = Clock::now();
+    if (now - turn > kStall) stalls.Observe(absl::FromChrono(now - turn));
+    turn = now;
     if (active) {
       last_work = now;
     } else if (now - last_work < spin) {
       sched_yield();
     } else {
       SleepUntilEvent();
+      turn = Clock::now();
     }
   }
 }
@@ -218,6 +224,8 @@ UcxWorker::~UcxWorker() {
 
 std::string UcxWorker::Version() { return ucp_get_version_string(); }
 
+const LatencyHistogram& UcxWorker::stalls() const { return state_->stalls; }
+
 uint64_t UcxWorker::num_malformed() const {
   return state_->num_malformed.load(std::memory_order_relaxed);
 }
@@ -274,6 +282,7 @@ absl::StatusOr<UcxEndpoint*> UcxWorker::Open(const std::string& remote_address) 
 void UcxWorker::Retain(UcxEndpoint* endpoint) { ++endpoint->users; }
 void UcxWorker::Release(UcxEndpoint* endpoint) { state_->Release(endpoint); }
 void UcxWorker::Abort(UcxEndpoint* endpoint) { state_->Fail(endpoint); }
+uint64_t UcxWorker::Connection(const UcxEndpoint* endpoint) { return endpoint->connection; }
 bool UcxWorker::Failed(const UcxEndpoint* endpoint) { return endpoint->failed; }
 void UcxWorker::Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload) {
   state_->Send(endpoint, message, payload);

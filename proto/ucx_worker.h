@@ -24,6 +24,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "proto/metrics_text.h"
 #include "proto/wire.h"
 
 namespace kvd {
@@ -135,6 +136,8 @@ class UcxWorker {
   static std::string Version();
   // Transports in use, for people.
   const std::string& transports() const { return transports_; }
+  // Turns of the progress thread that took over a millisecond.
+  const LatencyHistogram& stalls() const;
   // Messages that were not even a header of ours.
   uint64_t num_malformed() const;
 
@@ -164,6 +167,8 @@ class UcxWorker {
   // Progress thread. Ends every operation on the endpoint soon, with false; for all who share it.
   void Abort(UcxEndpoint* endpoint);
   static bool Failed(const UcxEndpoint* endpoint);  // any thread
+  // What a HELLO sent on it says after its channel.
+  static uint64_t Connection(const UcxEndpoint* endpoint);
   // Progress thread. Sends message.header and `payload`, which must live until OnSent. OnSent may run
   // before this returns.
   void Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload);
@@ -186,6 +191,8 @@ class UcxWorker {
 };
 
 constexpr uint16_t ChannelOf(uint64_t request) { return static_cast<uint16_t>(request >> 48); }
+// Of a HELLO: which connection of the two workers it came by.
+constexpr uint64_t ConnectionOf(uint64_t request) { return request & ((uint64_t{1} << 48) - 1); }
 
 }  // namespace kvd
 

@@ -45,7 +45,9 @@ enum class MessageType : uint16_t {
 inline constexpr int kNumMessageTypes = 6;
 
 enum WireFlags : uint8_t {
-  kFlagSummaries = 1,  // fetch: each entry asks for a slot's header and all its records
+  // Fetch: each entry asks for a slot's header and all its records. Ingest, from another daemon: each item is all
+  // records of a slot.
+  kFlagSummaries = 1,
 };
 
 // Outcome of a whole request, in the header of a reply or an acknowledgement.
@@ -83,7 +85,7 @@ struct FetchEntry {
 };
 static_assert(sizeof(FetchEntry) == 16);
 
-// One unit of an ingest; the units follow the entries in the same order.
+// One unit of an ingest; the units follow the entries in the same order. With kFlagSummaries layer and head are 0.
 struct IngestEntry {
   uint64_t ticket;
   uint16_t layer;

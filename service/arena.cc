@@ -60,7 +60,8 @@ Arena::Arena(ArenaOptions options, std::unique_ptr<ArenaMemory> memory)
       leases_(memory_->shape().num_slots),
       evictor_(memory_->shape().num_slots),
       reservations_(memory_->shape().num_slots),
-      tickets_(memory_->shape().num_slots) {
+      tickets_(memory_->shape().num_slots),
+      leased_since_(memory_->shape().num_slots) {
   uint8_t* canary = memory_->slot_base(kCanarySlot);
   for (uint64_t i = 0; i < slot_layout_.slot_bytes() / sizeof(uint64_t); ++i) {
     const uint64_t word = CanaryWord(options_.incarnation, i);
@@ -195,10 +196,10 @@ void Arena::Unpin(uint32_t slot) {
 
 // --- sessions and leases ---
 
-void Arena::BeginSession(SessionId session) {
+void Arena::BeginSession(SessionId session, SessionKind kind) {
   const std::lock_guard<std::mutex> lock(mutex_);
   leases_.Begin(session);
-  sessions_.try_emplace(session);
+  sessions_.try_emplace(session).first->second.kind = kind;
 }
 
 void Arena::EndSession(SessionId session, SessionEnd why) {
@@ -214,7 +215,7 @@ void Arena::EndSession(SessionId session, SessionEnd why) {
   for (const uint32_t slot : held) {
     const bool last = leases_.holders(slot) == 0;
     if (lost) evictor_.HoldUntil(slot, now + options_.quarantine);
-    if (last) evictor_.Add(slot, pages_.slot(slot).page_idx, now);
+    if (last) LastLeaseEndedLocked(slot, now);
   }
   (lost ? counters_.leases_lost : counters_.leases_released) += held.size();
 }
@@ -237,12 +238,22 @@ absl::Status Arena::CheckRoomLocked(SessionId session, size_t more) const {
 }
 
 void Arena::LeaseLocked(SessionId session, uint32_t slot) {
-  if (leases_.Lease(session, slot)) evictor_.Remove(slot);
+  if (!leases_.Lease(session, slot)) return;
+  evictor_.Remove(slot);
+  if (leases_.holders(slot) == 1) leased_since_[slot] = options_.clock->Now();
+}
+
+void Arena::LastLeaseEndedLocked(uint32_t slot, absl::Duration now) {
+  evictor_.Add(slot, pages_.slot(slot).page_idx, now);
+  const double age = absl::ToDoubleSeconds(now - leased_since_[slot]);
+  const auto bound = std::lower_bound(kLeasedAgeBounds.begin(), kLeasedAgeBounds.end(), age);
+  ++counters_.leased_age_counts[static_cast<size_t>(bound - kLeasedAgeBounds.begin())];
+  counters_.leased_age_seconds += age;
 }
 
 void Arena::ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now) {
   const LeaseTable::Released released = leases_.Release(session, slot);
-  if (released == LeaseTable::Released::kLast) evictor_.Add(slot, pages_.slot(slot).page_idx, now);
+  if (released == LeaseTable::Released::kLast) LastLeaseEndedLocked(slot, now);
   if (released == LeaseTable::Released::kNothing) return;
   ++counters_.leases_released;
   std::vector<uint64_t>& bits = sessions_.find(session)->second.released;
@@ -319,44 +330,74 @@ void Arena::Remember(SessionId session, const RecentMatch& match) {
   }
 }
 
-absl::StatusOr<std::vector<PageLocation>> Arena::Match(SessionId session, uint64_t request_id,
-                                                       std::span<const PageKey> keys,
-                                                       std::span<const uint32_t> shards) {
+absl::Status Arena::LeaseMatchedLocked(SessionId session, std::span<const PageLocation> locations,
+                                       std::vector<uint32_t>* fresh) {
+  for (const PageLocation& location : locations) {
+    pages_.MarkMatched(location.slot);
+    if (leases_.Holds(session, location.slot)) continue;
+    KVD_RETURN_IF_ERROR(CheckRoomLocked(session, 1));
+    LeaseLocked(session, location.slot);
+    fresh->push_back(location.slot);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<MatchOutcome> Arena::MatchPages(SessionId session, uint64_t request_id,
+                                               std::span<const PageKey> keys,
+                                               std::span<const uint32_t> shards, bool each) {
   const auto* bytes = reinterpret_cast<const char*>(keys.data());
   const uint64_t list_hash = absl::HashOf(absl::string_view(bytes, keys.size() * sizeof(PageKey)),
-                                          std::vector<uint32_t>(shards.begin(), shards.end()));
+                                          std::vector<uint32_t>(shards.begin(), shards.end()), each);
   const std::optional<uint32_t> earlier = FindRecent(session, request_id, list_hash);
-  const size_t limit = earlier.value_or(static_cast<uint32_t>(keys.size()));
-  std::vector<PageLocation> found;
+  const size_t limit = earlier.has_value() && !each ? *earlier : keys.size();
+  MatchOutcome outcome;
   std::vector<uint32_t> fresh;  // leased by this call
-  bool resident = true;
-  for (size_t page = 0; resident;) {
+  bool go_on = true;
+  for (size_t page = 0; go_on && page < limit;) {
     const std::lock_guard<std::mutex> lock(mutex_);
     KVD_RETURN_IF_ERROR(CheckLiveLocked(session));
-    for (const size_t end = std::min(limit, page + kPagesPerHold); page < end && resident; ++page) {
-      const size_t before = found.size();
-      resident = LocateLocked(keys[page], shards, &found);
-      for (size_t i = before; i < found.size() && !earlier.has_value(); ++i) {
-        pages_.MarkMatched(found[i].slot);
-        if (leases_.Holds(session, found[i].slot)) continue;
-        if (absl::Status room = CheckRoomLocked(session, 1); !room.ok()) {
-          const absl::Duration now = options_.clock->Now();
-          for (const uint32_t slot : fresh) ReleaseLocked(session, slot, now);
-          return room;
-        }
-        LeaseLocked(session, found[i].slot);
-        fresh.push_back(found[i].slot);
+    for (const size_t end = std::min(limit, page + kPagesPerHold); page < end && go_on; ++page) {
+      const size_t before = outcome.locations.size();
+      bool resident = LocateLocked(keys[page], shards, &outcome.locations);
+      const auto found = std::span(outcome.locations).subspan(before);
+      if (earlier.has_value() && each) {  // what became resident since is not part of the answer
+        resident = resident && std::all_of(found.begin(), found.end(), [&](const PageLocation& l) {
+                     return leases_.Holds(session, l.slot);
+                   });
+      }
+      if (!resident) {
+        outcome.locations.resize(before);
+        go_on = each;
+        continue;
+      }
+      outcome.pages.push_back(static_cast<uint32_t>(page));
+      if (earlier.has_value()) continue;
+      if (absl::Status room = LeaseMatchedLocked(session, found, &fresh); !room.ok()) {
+        const absl::Duration now = options_.clock->Now();
+        for (const uint32_t slot : fresh) ReleaseLocked(session, slot, now);
+        return room;
       }
     }
-    if (page == limit) break;
   }
-  if (earlier.has_value()) return found;
-  const auto num_pages = static_cast<uint32_t>(shards.empty() ? 0 : found.size() / shards.size());
+  if (earlier.has_value()) return outcome;
+  const auto num_pages = static_cast<uint32_t>(outcome.pages.size());
   Remember(session, {request_id, list_hash, num_pages});
   const std::lock_guard<std::mutex> lock(mutex_);
   counters_.matched_pages += num_pages;
   counters_.unmatched_pages += keys.size() - num_pages;
-  return found;
+  return outcome;
+}
+
+absl::StatusOr<MatchOutcome> Arena::MatchPrefix(SessionId session, uint64_t request_id,
+                                                std::span<const PageKey> keys,
+                                                std::span<const uint32_t> shards) {
+  return MatchPages(session, request_id, keys, shards, /*each=*/false);
+}
+
+absl::StatusOr<MatchOutcome> Arena::MatchEach(SessionId session, uint64_t request_id,
+                                              std::span<const PageKey> keys,
+                                              std::span<const uint32_t> shards) {
+  return MatchPages(session, request_id, keys, shards, /*each=*/true);
 }
 
 // --- upkeep ---

@@ -8,8 +8,10 @@
 #ifndef LOCKS_KVD_SERVICE_ARENA_H_
 #define LOCKS_KVD_SERVICE_ARENA_H_
 
+#include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -52,6 +54,9 @@ class ReservationPin {
   uint8_t* unit(int layer, int head) const;
   // Marks a unit as complete; writing the same unit twice is allowed and the later bytes stand.
   void MarkReceived(int layer, int head);
+  // Where a copy's records go; null unless a mover reserved the slot.
+  uint8_t* records() const;
+  void MarkRecordsReceived();
 
  private:
   friend class Arena;
@@ -78,10 +83,28 @@ struct ArenaOptions {
   const Clock* clock = nullptr;  // must outlive the arena
 };
 
+// Who a session is.
+enum class SessionKind {
+  kWorker,
+  kMover,  // another daemon: brings copies of sealed pages with their records
+};
+
+// A sealed page with what a copy of it needs.
+struct SealedCopy {
+  PageLocation location{};
+  PageId page;
+  uint32_t page_idx = 0;
+  uint64_t word = 0;  // placement word of its stripe
+};
+
 enum class SessionEnd {
   kDetached,  // in order: nothing of it is on its way any more
   kLost,      // its bytes and reads may still be on their way: quarantine
 };
+
+// Upper bounds in seconds of how long pages stay leased.
+inline constexpr std::array<double, 10> kLeasedAgeBounds = {0.01, 0.1,  1,    10,    60,
+                                                            300,  1800, 3600, 14400, 86400};
 
 // Figures of one arena. Counters count since the start.
 struct ArenaStats {
@@ -105,6 +128,10 @@ struct ArenaStats {
   uint64_t leases_lost = 0;        // reclaimed from lost sessions
   uint64_t leases_released = 0;
   uint64_t quarantined_slots = 0;
+  // Pages whose last lease ended, by the time since their first one began; then those above all
+  // bounds, and the sum of all times.
+  std::array<uint64_t, kLeasedAgeBounds.size() + 1> leased_age_counts = {};
+  double leased_age_seconds = 0;
 };
 
 struct ReserveOutcome {
@@ -119,10 +146,26 @@ struct ReserveOutcome {
   std::string full_reason;  // which limit, if a state is kFull; later pages were not tried
 };
 
+// Resident pages of a list.
+struct MatchOutcome {
+  std::vector<uint32_t> pages;          // positions in the list, ascending
+  std::vector<PageLocation> locations;  // [pages][shards]
+};
+
 // Pages that a session had leased and released, and that are gone since it last asked.
 struct Evictions {
   std::vector<PageLocation> pages;  // at most kMaxEvictionsKept, oldest first
   bool some_dropped = false;        // there were more
+};
+
+// One slot as an operator sees it.
+struct SlotView {
+  uint32_t slot = 0;
+  SlotState state = SlotState::kFree;
+  uint64_t generation = 0;
+  PageId page;           // reserved, sealed
+  bool matched = false;  // sealed: was found by a lookup
+  uint32_t leases = 0;   // sessions that hold it
 };
 
 struct SealOutcome {
@@ -169,7 +212,7 @@ class Arena {
   // (PoolService) ---
 
   // A session holds leases and reservations only between these two.
-  void BeginSession(SessionId session);
+  void BeginSession(SessionId session, SessionKind kind = SessionKind::kWorker);
   void EndSession(SessionId session, SessionEnd why);
 
   // Longest prefix of `keys` of which every one of `shards` is sealed, leased to the session.
@@ -177,14 +220,21 @@ class Arena {
   // leases nothing, so that a late duplicate cannot take back what was released meanwhile.
   // kResourceExhausted, leasing nothing, if the prefix would exceed the session's leases. kAborted
   // if the session has ended.
-  absl::StatusOr<std::vector<PageLocation>> Match(SessionId session, uint64_t request_id,
-                                                  std::span<const PageKey> keys,
-                                                  std::span<const uint32_t> shards);
+  absl::StatusOr<MatchOutcome> MatchPrefix(SessionId session, uint64_t request_id,
+                                           std::span<const PageKey> keys,
+                                           std::span<const uint32_t> shards);
 
-  // One outcome a page, in order; evicts unleased pages where there is no free slot. kAborted if
-  // the session has ended. REQUIRES: page_idx.size() == keys.size(), shard < num_shards.
+  // The same for every resident page of the list, whatever is missing between.
+  absl::StatusOr<MatchOutcome> MatchEach(SessionId session, uint64_t request_id,
+                                         std::span<const PageKey> keys,
+                                         std::span<const uint32_t> shards);
+
+  // One outcome a page, in order; evicts unleased pages where there is no free slot. `words`:
+  // placement word of each page's stripe, or empty (each page is a stripe). kAborted if the session
+  // has ended. REQUIRES: page_idx.size() == keys.size(), shard < num_shards.
   absl::StatusOr<ReserveOutcome> Reserve(SessionId session, std::span<const PageKey> keys,
-                                         std::span<const uint32_t> page_idx, uint32_t shard);
+                                         std::span<const uint32_t> page_idx, uint32_t shard,
+                                         std::span<const uint64_t> words = {});
 
   // Summarises, publishes and leases the page of `ticket`; builds the records on the calling
   // thread. Repeating it gives the same answer for as long as the page stays. kFailedPrecondition:
@@ -192,6 +242,10 @@ class Arena {
   // reservation is given back. kNotFound: unknown ticket, or another session's. kAborted: the
   // session has ended.
   absl::StatusOr<SealOutcome> Seal(SessionId session, Ticket ticket);
+  // The same for a copy: its records came with it and are proved, never built again. kDataLoss:
+  // `summary_checksum` is not the records', or a unit's is not the one in its record; the
+  // reservation is given back. kFailedPrecondition also if the records did not come.
+  absl::StatusOr<SealOutcome> SealCopy(SessionId session, Ticket ticket, uint64_t summary_checksum);
 
   // True for each location that is still there and now leased. kResourceExhausted, leasing nothing,
   // if the session would exceed its leases. REQUIRES: slots in range.
@@ -205,12 +259,28 @@ class Arena {
   static constexpr size_t kMaxEvictionsKept = 4096;
   Evictions TakeEvictions(SessionId session);
 
+  // --- copies (arena_copies.cc): for the daemon's own migrator ---
+
+  // Every sealed page but the canary.
+  std::vector<SealedCopy> SealedPages() const;
+  // Keeps those of the pages that are still there from being evicted until EndCopying, which leaves their turn
+  // in the order of eviction as it was. True for each that is kept. One caller at a time.
+  std::vector<bool> BeginCopying(std::span<const SealedCopy> pages);
+  void EndCopying();
+  // Frees the slots of those pages that nobody leases and no quarantine holds; returns how many.
+  size_t DropIdle(std::span<const PageLocation> locations);
+
   // Ends quarantines and gives up idle reservations whose time has come.
   void Tick();
 
   ArenaStats Stats() const;
   uint32_t num_leases(SessionId session) const;
   uint32_t num_reservations(SessionId session) const;
+
+  // Slots [first, first + count), as far as there are such; the canary's is slot 0.
+  std::vector<SlotView> ViewSlots(uint32_t first, uint32_t count) const;
+  // The slot that holds or will hold a page.
+  std::optional<SlotView> ViewPage(const PageId& page) const;
 
  private:
   friend class ReservationPin;
@@ -224,6 +294,8 @@ class Arena {
     uint32_t pins = 0;
     size_t num_received = 0;
     std::vector<uint64_t> received;  // a bit per unit
+    bool is_copy = false;            // a mover's
+    bool records_received = false;
     absl::Duration last_activity;
   };
   struct RecentMatch {
@@ -232,6 +304,7 @@ class Arena {
     uint32_t num_pages;
   };
   struct Session {
+    SessionKind kind = SessionKind::kWorker;
     absl::flat_hash_set<uint32_t> reserved;  // slots
     std::vector<RecentMatch> recent;         // ring of kRecentMatches
     size_t next_recent = 0;
@@ -255,9 +328,12 @@ class Arena {
   absl::Status CheckLiveLocked(SessionId session) const;
   absl::Status CheckRoomLocked(SessionId session, size_t more) const;
   void LeaseLocked(SessionId session, uint32_t slot);
+  // The last lease of a slot has ended: it may be evicted.
+  void LastLeaseEndedLocked(uint32_t slot, absl::Duration now);
   void ReleaseLocked(SessionId session, uint32_t slot, absl::Duration now);
   bool IsSealedLocked(const PageLocation& location) const;
   bool EvictOneLocked();
+  void EvictLocked(uint32_t slot);
   void NoteEvictionLocked(const PageLocation& page);
   // Appends the page's location in each shard; false, leaving `out` alone, unless all are sealed.
   bool LocateLocked(const PageKey& key, std::span<const uint32_t> shards,
@@ -267,8 +343,15 @@ class Arena {
                                      uint64_t list_hash) const;
   void Remember(SessionId session, const RecentMatch& match);
   ReserveOutcome::Page ReserveOneLocked(SessionId session, const PageId& page, uint32_t page_idx,
-                                        std::string* full_reason);
+                                        uint64_t word, std::string* full_reason);
+  absl::StatusOr<MatchOutcome> MatchPages(SessionId session, uint64_t request_id,
+                                          std::span<const PageKey> keys,
+                                          std::span<const uint32_t> shards, bool each);
+  // Leases the locations that the session does not lease yet, appending their slots to `fresh`.
+  absl::Status LeaseMatchedLocked(SessionId session, std::span<const PageLocation> locations,
+                                  std::vector<uint32_t>* fresh);
   std::string FullReasonLocked() const;
+  SlotView ViewLocked(uint32_t slot) const;
 
   // The reservation that `ticket` names if it is `session`'s and not over, else null.
   Reservation* FindReservationLocked(SessionId session, Ticket ticket);
@@ -279,6 +362,8 @@ class Arena {
   void FreeIfIdleLocked(uint32_t slot);
   void Unpin(uint32_t slot);
   void MarkReceived(uint32_t slot, int layer, int head);
+  bool IsCopy(uint32_t slot) const;
+  void MarkRecordsReceived(uint32_t slot);
 
   // The parts of Seal: claim the reservation, or find the answer of an earlier seal; then publish.
   struct SealStart {
@@ -286,7 +371,12 @@ class Arena {
     PageLocation location{};  // if already sealed
     uint32_t shard = 0;       // otherwise
     uint32_t page_idx = 0;
+    bool records_received = false;
   };
+  absl::StatusOr<SealOutcome> SealWith(
+      SessionId session, Ticket ticket,
+      const std::function<absl::StatusOr<uint64_t>(uint32_t slot, const SealStart&)>& make_records);
+  absl::StatusOr<uint64_t> ProveCopy(uint32_t slot, uint64_t summary_checksum) const;
   absl::StatusOr<SealStart> BeginSeal(SessionId session, Ticket ticket);
   absl::Status CheckCompleteLocked(const Reservation& reservation) const;
   absl::StatusOr<SealOutcome> FinishSeal(SessionId session, uint32_t slot,
@@ -304,6 +394,9 @@ class Arena {
   absl::flat_hash_map<SessionId, Session> sessions_;
   std::vector<std::unique_ptr<Reservation>> reservations_;  // [num_slots]
   std::vector<SlotTicket> tickets_;                         // [num_slots]
+  // Slots that are being copied, with the end of their last lease if nobody held them.
+  std::vector<std::pair<uint32_t, std::optional<absl::Duration>>> copying_;
+  std::vector<absl::Duration> leased_since_;                // [num_slots] of leased slots
   uint32_t next_serial_ = 1;
   ArenaStats counters_;
 };

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/check.h"
+#include "proto/placement.h"
 #include "proto/status.h"
 #include "service/arena.h"
 #include "service/sealer.h"
@@ -45,12 +46,16 @@ bool Arena::EvictOneLocked() {
     ++counters_.evictions_refused;
     return false;
   }
-  KVD_CHECK(leases_.holders(*victim) == 0);
   if (!pages_.slot(*victim).matched) ++counters_.sealed_never_matched;
   ++counters_.evicted_pages;
-  NoteEvictionLocked({*victim, pages_.slot(*victim).generation});
-  PublishGone(memory_->header(*victim), pages_.Evict(*victim));
+  EvictLocked(*victim);
   return true;
+}
+
+void Arena::EvictLocked(uint32_t slot) {
+  KVD_CHECK(leases_.holders(slot) == 0);
+  NoteEvictionLocked({slot, pages_.slot(slot).generation});
+  PublishGone(memory_->header(slot), pages_.Evict(slot));
 }
 
 void Arena::NoteEvictionLocked(const PageLocation& page) {
@@ -83,7 +88,8 @@ std::string Arena::FullReasonLocked() const {
 }
 
 ReserveOutcome::Page Arena::ReserveOneLocked(SessionId session, const PageId& page,
-                                             uint32_t page_idx, std::string* full_reason) {
+                                             uint32_t page_idx, uint64_t word,
+                                             std::string* full_reason) {
   using State = ReserveOutcome::State;
   const std::optional<uint32_t> present = pages_.Find(page);
   if (present.has_value() && pages_.slot(*present).state == SlotState::kReserved) {
@@ -99,6 +105,10 @@ ReserveOutcome::Page Arena::ReserveOneLocked(SessionId session, const PageId& pa
         options_.reservations_per_session);
     return {};
   }
+  if (!is_new && s.kind == SessionKind::kMover) {
+    // Only asked whether the copy is there: neither leased nor used.
+    return {.state = State::kHit, .slot = *present, .generation = pages_.slot(*present).generation};
+  }
   if (is_new || !leases_.Holds(session, *present)) {
     if (const absl::Status room = CheckRoomLocked(session, 1); !room.ok()) {
       *full_reason = std::string(room.message());
@@ -113,11 +123,12 @@ ReserveOutcome::Page Arena::ReserveOneLocked(SessionId session, const PageId& pa
     *full_reason = FullReasonLocked();
     return {};
   }
-  const uint32_t slot = *pages_.Reserve(page, page_idx);
+  const uint32_t slot = *pages_.Reserve(page, page_idx, word);
   const Ticket ticket = MakeTicket(next_serial_++, slot);
   tickets_[slot] = {ticket, session};
   reservations_[slot] = std::make_unique<Reservation>();
   reservations_[slot]->session = session;
+  reservations_[slot]->is_copy = s.kind == SessionKind::kMover;
   reservations_[slot]->received.resize((slot_layout_.num_units() + 63) / 64);
   reservations_[slot]->last_activity = options_.clock->Now();
   s.reserved.insert(slot);
@@ -125,8 +136,10 @@ ReserveOutcome::Page Arena::ReserveOneLocked(SessionId session, const PageId& pa
 }
 
 absl::StatusOr<ReserveOutcome> Arena::Reserve(SessionId session, std::span<const PageKey> keys,
-                                              std::span<const uint32_t> page_idx, uint32_t shard) {
+                                              std::span<const uint32_t> page_idx, uint32_t shard,
+                                              std::span<const uint64_t> words) {
   KVD_CHECK(page_idx.size() == keys.size() && shard < static_cast<uint32_t>(geometry().num_shards));
+  KVD_CHECK(words.empty() || words.size() == keys.size());
   ReserveOutcome outcome;
   outcome.pages.resize(keys.size());
   bool full = false;
@@ -136,7 +149,9 @@ absl::StatusOr<ReserveOutcome> Arena::Reserve(SessionId session, std::span<const
     for (const size_t end = std::min(keys.size(), page + kPagesPerHold); page < end && !full;
          ++page) {
       ReserveOutcome::Page& result = outcome.pages[page];
-      result = ReserveOneLocked(session, {keys[page], shard}, page_idx[page], &outcome.full_reason);
+      const uint64_t word = words.empty() ? PlacementWord(keys[page]) : words[page];
+      result = ReserveOneLocked(session, {keys[page], shard}, page_idx[page], word,
+                                &outcome.full_reason);
       full = result.state == ReserveOutcome::State::kFull;
       counters_.reserved_new += result.state == ReserveOutcome::State::kNew ? 1 : 0;
       counters_.reserved_hit += result.state == ReserveOutcome::State::kHit ? 1 : 0;
@@ -219,7 +234,9 @@ absl::StatusOr<Arena::SealStart> Arena::BeginSeal(SessionId session, Ticket tick
   const bool quiet = reservation_changed_.wait_for(lock, kPinWait, unpinned);
   if (quiet && !reservation->over) {
     const PageTable::Slot& s = pages_.slot(slot);
-    return SealStart{.shard = s.page.shard, .page_idx = s.page_idx};
+    return SealStart{.shard = s.page.shard,
+                     .page_idx = s.page_idx,
+                     .records_received = reservation->records_received};
   }
   reservation->sealing = false;
   reservation_changed_.notify_all();
@@ -264,22 +281,30 @@ absl::StatusOr<SealOutcome> Arena::FinishSeal(SessionId session, uint32_t slot,
   return outcome;
 }
 
-absl::StatusOr<SealOutcome> Arena::Seal(SessionId session, Ticket ticket) {
+absl::StatusOr<SealOutcome> Arena::SealWith(
+    SessionId session, Ticket ticket,
+    const std::function<absl::StatusOr<uint64_t>(uint32_t slot, const SealStart&)>& make_records) {
   KVD_ASSIGN_OR_RETURN(const SealStart start, BeginSeal(session, ticket));
   if (start.already_sealed) return SealOutcome{.location = start.location};
   const uint32_t slot = SlotOf(ticket);
   const absl::Duration begin = options_.clock->Now();
-  const absl::StatusOr<uint64_t> checksum = SummarizePage({.geometry = &options_.geometry,
-                                                           .encoder = options_.encoder,
-                                                           .metric = &options_.metric,
-                                                           .units = memory_->slot_base(slot),
-                                                           .records = memory_->summary(slot),
-                                                           .shard = start.shard,
-                                                           .page_idx = start.page_idx});
-  const absl::Duration summarize = options_.clock->Now() - begin;
+  const absl::StatusOr<uint64_t> checksum = make_records(slot, start);
+  const absl::Duration took = options_.clock->Now() - begin;
   KVD_ASSIGN_OR_RETURN(SealOutcome outcome, FinishSeal(session, slot, checksum));
-  outcome.summarize = summarize;
+  outcome.summarize = took;
   return outcome;
+}
+
+absl::StatusOr<SealOutcome> Arena::Seal(SessionId session, Ticket ticket) {
+  return SealWith(session, ticket, [this](uint32_t slot, const SealStart& start) {
+    return SummarizePage({.geometry = &options_.geometry,
+                          .encoder = options_.encoder,
+                          .metric = &options_.metric,
+                          .units = memory_->slot_base(slot),
+                          .records = memory_->summary(slot),
+                          .shard = start.shard,
+                          .page_idx = start.page_idx});
+  });
 }
 
 }  // namespace kvd

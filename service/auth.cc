@@ -140,6 +140,17 @@ absl::StatusOr<std::string> ClientTenant(const PeerIdentity& peer,
   return peer.tenant;
 }
 
+absl::StatusOr<std::string> MoverTenant(const PeerIdentity& peer,
+                                        absl::string_view requested_tenant) {
+  if (peer.authenticated && peer.role != Role::kDaemon) {
+    return absl::PermissionDeniedError(
+        absl::StrCat("role: expected daemon, got ", RoleName(peer.role),
+                     ": only another daemon brings copies of pages"));
+  }
+  if (!requested_tenant.empty()) return std::string(requested_tenant);
+  return absl::InvalidArgumentError("tenant: expected a name, got nothing: a mover names the tenant");
+}
+
 absl::Status CheckAdmin(const PeerIdentity& peer) {
   if (peer.authenticated) {
     if (peer.role == Role::kAdmin) return absl::OkStatus();

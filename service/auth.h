@@ -50,6 +50,9 @@ absl::StatusOr<PeerIdentity> IdentifyPeer(const grpc::ServerContextBase& context
 // caller without certificate names no tenant.
 absl::StatusOr<std::string> ClientTenant(const PeerIdentity& peer,
                                          absl::string_view requested_tenant);
+// The same for a daemon that brings copies of pages: it names the tenant.
+absl::StatusOr<std::string> MoverTenant(const PeerIdentity& peer,
+                                        absl::string_view requested_tenant);
 // kPermissionDenied unless the caller may use Admin.
 absl::Status CheckAdmin(const PeerIdentity& peer);
 

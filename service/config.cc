@@ -39,6 +39,7 @@ constexpr Flag kFlags[] = {
     {"metrics-address", "HOST:PORT", "metrics_address: Prometheus endpoint (default: none)"},
     {"socket-dir", "DIR",
      "data.socket_dir: directory of the shared path's socket (default: no shared path)"},
+    {"cluster-name", "NAME", "cluster.name: this daemon's name among the members"},
     {"ready-file", "FILE", "ready_file: written when the daemon serves (default: none)"},
     {"log-level", "LEVEL", "log.level: trace, debug, info, warn or error (default info)"},
     {"log-format", "FORMAT", "log.format: json or text (default: text on a terminal, else json)"},
@@ -46,6 +47,7 @@ constexpr Flag kFlags[] = {
      "control.insecure_allow: serve beyond loopback without certificates"},
     {"check-config", nullptr, "check the configuration, then exit: 0 good, 2 not"},
     {"print-config", nullptr, "print what is in force, defaults filled in, then exit"},
+    {"list-metrics", nullptr, "print the table of all metrics, then exit"},
     {"version", nullptr, "print the version, then exit"},
     {"help", nullptr, "print this, then exit"},
 };
@@ -62,6 +64,7 @@ void ApplyOverride(const std::string& name, const std::string& value, DaemonConf
   if (name == "health-address") config->set_health_address(value);
   if (name == "metrics-address") config->set_metrics_address(value);
   if (name == "socket-dir") config->mutable_data()->set_socket_dir(value);
+  if (name == "cluster-name") config->mutable_cluster()->set_name(value);
   if (name == "ready-file") config->set_ready_file(value);
   if (name == "log-level") config->mutable_log()->set_level(value);
   if (name == "log-format") config->mutable_log()->set_format(value);
@@ -129,6 +132,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& arg
       line.action = Action::kPrintConfig;
     } else if (parts[0] == "check-config") {
       line.action = Action::kCheckConfig;
+    } else if (parts[0] == "list-metrics") {
+      line.action = Action::kListMetrics;
     } else {
       line.overrides.emplace_back(parts[0], value);
     }
@@ -217,6 +222,13 @@ void FillDefaults(DaemonConfig* config) {
   Default(limits, &LimitConfig::units_per_fetch, &LimitConfig::set_units_per_fetch, 65536u);
   Default(limits, &LimitConfig::fetch_bytes_in_flight_per_session,
           &LimitConfig::set_fetch_bytes_in_flight_per_session, uint64_t{268435456});
+  if (config->has_cluster()) {
+    using locks_kvd::v1::ClusterConfig;
+    ClusterConfig* cluster = config->mutable_cluster();
+    Default(cluster, &ClusterConfig::poll_ms, &ClusterConfig::set_poll_ms, 5000u);
+    Default(cluster, &ClusterConfig::replicas, &ClusterConfig::set_replicas, 1u);
+    Default(cluster, &ClusterConfig::moved_grace_ms, &ClusterConfig::set_moved_grace_ms, 60000u);
+  }
   if (config->log().level().empty()) config->mutable_log()->set_level("info");
   for (ArenaConfig& arena : *config->mutable_arenas()) {
     Geometry* g = arena.mutable_geometry();

@@ -21,7 +21,7 @@ namespace kvd {
 inline constexpr char kVersion[] = "0.1.0";
 
 struct CommandLine {
-  enum class Action { kServe, kHelp, kShowVersion, kPrintConfig, kCheckConfig };
+  enum class Action { kServe, kHelp, kShowVersion, kPrintConfig, kCheckConfig, kListMetrics };
   Action action = Action::kServe;
   std::string config_file;
   // Field path and text of every overriding flag, in order.

@@ -15,6 +15,7 @@
 #include "proto/address.h"
 #include "proto/arena_memory.h"
 #include "proto/geometry.h"
+#include "proto/membership.h"
 #include "service/config.h"
 
 namespace kvd {
@@ -226,6 +227,31 @@ void CheckTimesAndLimits(const DaemonConfig& config, Problems* problems) {
                   "268435456 is the default");
 }
 
+void CheckCluster(const DaemonConfig& config, Problems* problems) {
+  if (!config.has_cluster()) return;
+  const auto& cluster = config.cluster();
+  const int sources = (cluster.members().empty() ? 0 : 1) + (cluster.members_file().empty() ? 0 : 1) +
+                      (cluster.members_dns().empty() ? 0 : 1);
+  if (sources != 1) {
+    problems->Add("cluster", "one of members, members_file and members_dns", absl::StrCat(sources),
+                  "say in one way who the members are");
+  }
+  problems->Range("cluster.replicas", cluster.replicas(), 1, 2, "choose 1, or 2 for a copy of every page");
+  problems->Range("cluster.poll_ms", cluster.poll_ms(), 100, 3600000, "choose seconds");
+  problems->Range("cluster.moved_grace_ms", cluster.moved_grace_ms(), 1, 3600000, "choose a minute or so");
+  if (!config.data().ucx()) {
+    problems->Add("cluster", "data.ucx true, because pages travel by it", "false", "set data.ucx or leave cluster out");
+  }
+  if (cluster.members().empty()) return;
+  std::vector<Member> members;
+  for (const auto& entry : cluster.members()) {
+    members.push_back({entry.name(), entry.address(), entry.has_weight() ? entry.weight() : 1.0});
+  }
+  if (const auto checked = CheckMembers(std::move(members)); !checked.ok()) {
+    problems->AddLine(absl::StrCat("cluster.members: ", checked.status().message()));
+  }
+}
+
 void CheckLog(const DaemonConfig& config, Problems* problems) {
   static const std::set<std::string>* const levels =
       new std::set<std::string>{"trace", "debug", "info", "warn", "error"};
@@ -247,6 +273,7 @@ std::vector<std::string> ConfigProblems(const DaemonConfig& config) {
   CheckControl(config, &problems);
   CheckData(config, &problems);
   CheckTimesAndLimits(config, &problems);
+  CheckCluster(config, &problems);
   CheckLog(config, &problems);
   if (config.arenas().empty()) {
     problems.Add("arenas", "at least one", "none",

@@ -46,13 +46,17 @@ absl::Status PrepareDirectory(const std::string& directory) {
 
 }  // namespace
 
-// Counts fetches: a few relaxed additions each.
+// Counts fetches: a few relaxed additions each. Slow and failed ones go to the slowlog.
 class DataPlane::Observer final : public FetchObserver {
  public:
-  explicit Observer(FetchCounters* counters) : counters_(counters) {}
+  Observer(Metrics* metrics, Slowlog* slowlog)
+      : counters_(&metrics->fetch), stale_(&metrics->stale_rejects), slowlog_(slowlog) {}
   void OnFetch(const FetchEvent& event) override {
     counters_->requests[static_cast<size_t>(event.status)].Add();
+    slowlog_->Note(event);
     if (event.status != WireStatus::kOk) return;
+    (*stale_)[kStaleLease].Add(event.unleased_units);
+    (*stale_)[kStaleGeneration].Add(event.missing_units - event.unleased_units);
     counters_->units_ok.Add(event.units - event.missing_units);
     counters_->units_missing.Add(event.missing_units);
     counters_->bytes.Add(event.bytes);
@@ -63,14 +67,16 @@ class DataPlane::Observer final : public FetchObserver {
 
  private:
   FetchCounters* const counters_;
+  std::array<Counter, kNumStaleReasons>* const stale_;
+  Slowlog* const slowlog_;
 };
 
 absl::StatusOr<std::unique_ptr<DataPlane>> DataPlane::Make(
-    const locks_kvd::v1::DaemonConfig& config, uint16_t control_port, const SessionTable* sessions,
-    Metrics* metrics) {
+    const locks_kvd::v1::DaemonConfig& config, uint16_t control_port, SessionTable* sessions,
+    Metrics* metrics, Slowlog* slowlog) {
   std::unique_ptr<DataPlane> plane(new DataPlane());
   plane->host_id_ = ReadHostId();
-  if (config.data().ucx()) KVD_RETURN_IF_ERROR(plane->StartUcx(config, sessions, metrics));
+  if (config.data().ucx()) KVD_RETURN_IF_ERROR(plane->StartUcx(config, sessions, metrics, slowlog));
   if (!config.data().socket_dir().empty()) {
     KVD_RETURN_IF_ERROR(plane->StartShared(config.data().socket_dir(), control_port, sessions));
   }
@@ -80,7 +86,8 @@ absl::StatusOr<std::unique_ptr<DataPlane>> DataPlane::Make(
 DataPlane::~DataPlane() = default;
 
 absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config,
-                                 const SessionTable* sessions, Metrics* metrics) {
+                                 SessionTable* sessions, Metrics* metrics,
+                                 Slowlog* slowlog) {
   UcxOptions options;
   options.devices = config.data().ucx_devices();
   const absl::StatusOr<Address> control = Address::Parse(config.control().address());
@@ -92,7 +99,7 @@ absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config,
   if (!worker.ok())
     return Annotate(worker.status(), "data.ucx (set it to false to serve without UCX)");
   worker_ = *std::move(worker);
-  observer_ = std::make_unique<Observer>(&metrics->fetch);
+  observer_ = std::make_unique<Observer>(metrics, slowlog);
   fetch_ = std::make_unique<FetchServer>(
       worker_.get(), sessions,
       FetchLimits{config.limits().units_per_fetch(),
@@ -147,11 +154,12 @@ void DataPlane::Drain() {
 
 void DataPlane::Fill(MetricsSnapshot* snapshot) const {
   if (worker_ != nullptr) {
+    snapshot->ucx_stalls = &worker_->stalls();
     snapshot->fetch_inflight = fetch_->num_in_flight();
     snapshot->fetch_refused = fetch_->num_refused();
     snapshot->fetch_malformed = fetch_->num_malformed() + worker_->num_malformed();
     snapshot->ingest_bytes = ingest_->num_bytes();
-    snapshot->ingest_refused_units = ingest_->num_refused_units();
+    snapshot->ingest_refused_bytes = ingest_->num_refused_bytes();
     snapshot->ingest_malformed = ingest_->num_malformed();
   }
   if (descriptors_ != nullptr) snapshot->uds_malformed = descriptors_->num_malformed();

@@ -17,6 +17,7 @@
 #include "service/metrics.h"
 #include "service/pool_service.h"
 #include "service/session_table.h"
+#include "service/slowlog.h"
 
 namespace kvd {
 
@@ -24,11 +25,11 @@ class DataPlane {
  public:
   // Starts what the configuration asks for; what was asked for and is not there is an error.
   // `control_port` names the socket, so that the daemons of a host can share a directory.
-  // `sessions` and `metrics` outlive it.
+  // `sessions`, `metrics` and `slowlog` outlive it.
   static absl::StatusOr<std::unique_ptr<DataPlane>> Make(const locks_kvd::v1::DaemonConfig& config,
                                                          uint16_t control_port,
-                                                         const SessionTable* sessions,
-                                                         Metrics* metrics);
+                                                         SessionTable* sessions,
+                                                         Metrics* metrics, Slowlog* slowlog);
   ~DataPlane();
 
   PathOffers Offers() const;
@@ -42,8 +43,8 @@ class DataPlane {
  private:
   class Observer;
   DataPlane() = default;
-  absl::Status StartUcx(const locks_kvd::v1::DaemonConfig& config, const SessionTable* sessions,
-                        Metrics* metrics);
+  absl::Status StartUcx(const locks_kvd::v1::DaemonConfig& config, SessionTable* sessions,
+                        Metrics* metrics, Slowlog* slowlog);
   absl::Status StartShared(const std::string& directory, uint16_t control_port,
                            const SessionTable* sessions);
 

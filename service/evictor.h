@@ -29,6 +29,14 @@ class Evictor {
   void Add(uint32_t slot, uint32_t page_idx, absl::Duration now);
   // The slot is leased again. Nothing happens if it is no candidate.
   void Remove(uint32_t slot);
+  // True if the slot would be a victim now, whatever its turn.
+  bool IsVictim(uint32_t slot, absl::Duration now) const {
+    return entries_[slot].has_value() && (*entries_[slot])->lease_end <= now;
+  }
+  // When the last lease of a candidate ended; nullopt if it is none.
+  std::optional<absl::Duration> lease_end(uint32_t slot) const {
+    return entries_[slot].has_value() ? std::optional((*entries_[slot])->lease_end) : std::nullopt;
+  }
   // Takes the next victim out; nullopt if there is none yet.
   std::optional<uint32_t> PopVictim(absl::Duration now);
 

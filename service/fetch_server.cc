@@ -4,13 +4,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <deque>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "kernels/check.h"
 #include "kernels/gather.h"
 #include "proto/staging.h"
+#include "service/fair_queue.h"
 #include "service/ucx_shutdown.h"
 
 namespace kvd {
@@ -24,6 +25,9 @@ constexpr size_t kPieceBytes = size_t{256} << 10;
 constexpr size_t kNumBuffers = 32;
 constexpr size_t kBuffersPerSession = 8;
 constexpr size_t kMaxJobs = 256;
+// What one tenant may have of them: a flood of one leaves room for the others.
+constexpr size_t kBuffersPerTenant = kNumBuffers / 4 * 3;
+constexpr size_t kJobsPerTenant = kMaxJobs / 4 * 3;
 constexpr size_t kMaxRefusals = 64;
 // A peer that has not taken its answer this long after its own deadline is cut off, its session with it.
 constexpr auto kGrace = std::chrono::seconds(2);
@@ -39,7 +43,7 @@ absl::Duration Since(Steady::time_point start) { return absl::FromChrono(Steady:
 
 class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
  public:
-  Impl(UcxWorker* worker, const SessionTable* sessions, const FetchLimits& limits, FetchObserver* observer)
+  Impl(UcxWorker* worker, SessionTable* sessions, const FetchLimits& limits, FetchObserver* observer)
       : worker_(worker), sessions_(sessions), limits_(limits), observer_(observer), jobs_(kMaxJobs),
         refusals_(kMaxRefusals), buffers_(kNumBuffers) {
     for (Job& job : jobs_) {
@@ -104,7 +108,7 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
   };
 
   WireStatus Check(const MessageHeader& header, size_t payload_bytes, const SessionHandle& session) const;
-  void Refuse(UcxEndpoint* peer, const MessageHeader& request, WireStatus status);
+  void Refuse(UcxEndpoint* peer, const MessageHeader& request, WireStatus status, SessionId session);
   void OnEntries(Job& job, bool ok);
   void OnPieceSent(Buffer& buffer, bool ok);
   void OnRefusalSent(Refusal& refusal);
@@ -115,7 +119,7 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
   bool HasBufferFor(const Job& job) const;
 
   UcxWorker* const worker_;
-  const SessionTable* const sessions_;
+  SessionTable* const sessions_;
   const FetchLimits limits_;
   FetchObserver* const observer_;
   // The rest belongs to the progress thread.
@@ -125,7 +129,7 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
   std::vector<Job*> free_jobs_;
   std::vector<Refusal*> free_refusals_;
   std::vector<Buffer*> free_buffers_;  // the one used last first: its memory is in the cache
-  std::deque<Job*> ready_;             // round robin, a piece at a time
+  FairQueue<Job*> ready_;              // by tenant; a piece at a time
   std::vector<GatherUnit> units_;
   std::vector<uint8_t> valid_;
   std::vector<uint32_t> places_;
@@ -144,9 +148,13 @@ WireStatus FetchServer::Impl::Check(const MessageHeader& header, size_t payload_
   if (header.count > limits_.units_per_fetch || free_jobs_.empty()) return WireStatus::kExhausted;
   const SlotLayout& slot = session.arena->memory().shape().slot;
   uint64_t bytes = header.count * ItemBytes(slot, (header.flags & kFlagSummaries) != 0);
+  size_t of_tenant = 0;
   for (const Job& job : jobs_) {
-    if (job.active && job.session.id == session.id) bytes += job.reply_bytes;
+    if (!job.active) continue;
+    if (job.session.id == session.id) bytes += job.reply_bytes;
+    of_tenant += job.session.arena->tenant() == session.arena->tenant() ? 1 : 0;
   }
+  if (of_tenant >= kJobsPerTenant) return WireStatus::kExhausted;
   return bytes > limits_.bytes_in_flight_per_session ? WireStatus::kExhausted : WireStatus::kOk;
 }
 
@@ -155,12 +163,14 @@ void FetchServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& paylo
   absl::StatusOr<SessionHandle> session = sessions_->Find(header.session, header.incarnation);
   UcxEndpoint* peer = worker_->FindPeer(header.session, ChannelOf(header.request));
   if (peer == nullptr) {
+    // No way back: it never greeted, or that connection has failed.
+    sessions_->Lose(header.session, header.incarnation);
     num_malformed_.fetch_add(1, std::memory_order_relaxed);
     return;
   }
-  if (!session.ok()) return Refuse(peer, header, WireStatus::kAborted);
+  if (!session.ok()) return Refuse(peer, header, WireStatus::kAborted, SessionId{});
   if (const WireStatus status = Check(header, payload.bytes(), *session); status != WireStatus::kOk) {
-    return Refuse(peer, header, status);
+    return Refuse(peer, header, status, session->id);
   }
   Job& job = *free_jobs_.back();
   free_jobs_.pop_back();
@@ -180,16 +190,19 @@ void FetchServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& paylo
   job.piece = 0;
   job.sending = 0;
   job.event = {};
+  job.event.session = job.session.id;
   job.event.units = header.count;
   payload.ReceiveInto(reinterpret_cast<uint8_t*>(job.entries.data()), job);
 }
 
-void FetchServer::Impl::Refuse(UcxEndpoint* peer, const MessageHeader& request, WireStatus status) {
+void FetchServer::Impl::Refuse(UcxEndpoint* peer, const MessageHeader& request, WireStatus status,
+                                SessionId session) {
   if (status == WireStatus::kInvalid) num_malformed_.fetch_add(1, std::memory_order_relaxed);
   if (status == WireStatus::kExhausted) num_refused_.fetch_add(1, std::memory_order_relaxed);
   if (observer_ != nullptr) {
     FetchEvent event;
     event.status = status;
+    event.session = session;
     event.units = request.count;
     event.missing_units = request.count;
     observer_->OnFetch(event);
@@ -217,7 +230,7 @@ void FetchServer::Impl::OnEntries(Job& job, bool ok) {
   if (!ok) return Finish(job, WireStatus::kUnavailable);
   const absl::Status checked = job.session.arena->CheckFetch(job.session.id, job.entries, job.allowed);
   if (checked.ok()) {
-    ready_.push_back(&job);
+    ready_.Push(job.session.arena->tenant(), &job);
     return;
   }
   const WireStatus status =
@@ -226,50 +239,48 @@ void FetchServer::Impl::OnEntries(Job& job, bool ok) {
   UcxWorker::Retain(peer);
   const MessageHeader request = job.request;
   job.event.units = 0;  // Refuse reports it
+  const SessionId session = job.session.id;
   Finish(job, WireStatus::kOk);
-  Refuse(peer, request, status);
+  Refuse(peer, request, status, session);
   worker_->Release(peer);
 }
 
 bool FetchServer::Impl::HasBufferFor(const Job& job) const {
   if (free_buffers_.empty()) return false;
-  size_t used = 0;
+  size_t of_session = 0;
+  size_t of_tenant = 0;
   for (const Buffer& buffer : buffers_) {
-    if (buffer.job != nullptr && buffer.job->session.id == job.session.id) ++used;
+    if (buffer.job == nullptr) continue;
+    of_session += buffer.job->session.id == job.session.id ? 1 : 0;
+    of_tenant += buffer.job->session.arena->tenant() == job.session.arena->tenant() ? 1 : 0;
   }
-  return used < kBuffersPerSession;
+  return of_session < kBuffersPerSession && of_tenant < kBuffersPerTenant;
 }
 
 bool FetchServer::Impl::Poll() {
   if (in_flight_.load(std::memory_order_relaxed) > 0) CutOffSilentPeers();
-  // The first job in turn that may have a buffer; each gets one piece.
-  for (size_t tries = ready_.size(); tries > 0; --tries) {
-    Job& job = *ready_.front();
-    ready_.pop_front();
-    if (UcxWorker::Failed(job.peer)) {
-      job.next = job.entries.size();  // pieces on their way, if any, finish it
-      if (job.sending == 0) Finish(job, WireStatus::kUnavailable);
-      return true;
-    }
-    if (Steady::now() > job.deadline) {
-      UcxEndpoint* peer = job.peer;
-      job.next = job.entries.size();
-      job.event.status = WireStatus::kLate;
-      job.event.units = 0;  // Refuse reports it
-      Refuse(peer, job.request, WireStatus::kLate);
-      if (job.sending == 0) Finish(job, WireStatus::kLate);
-      return true;
-    }
-    if (!HasBufferFor(job)) {
-      ready_.push_back(&job);
-      continue;
-    }
+  const Steady::time_point now = Steady::now();
+  const std::optional<Job*> next = ready_.Pop([&](const Job* job) {
+    return UcxWorker::Failed(job->peer) || now > job->deadline || HasBufferFor(*job);
+  });
+  if (!next.has_value()) return false;
+  Job& job = **next;
+  if (UcxWorker::Failed(job.peer)) {
+    job.next = job.entries.size();  // pieces on their way, if any, finish it
+    if (job.sending == 0) Finish(job, WireStatus::kUnavailable);
+  } else if (now > job.deadline) {
+    UcxEndpoint* peer = job.peer;
+    job.next = job.entries.size();
+    job.event.status = WireStatus::kLate;
+    job.event.units = 0;  // Refuse reports it
+    Refuse(peer, job.request, WireStatus::kLate, job.session.id);
+    if (job.sending == 0) Finish(job, WireStatus::kLate);
+  } else {
     Buffer& buffer = *free_buffers_.back();
     free_buffers_.pop_back();
     SendPiece(job, buffer);
-    return true;
   }
-  return false;
+  return true;
 }
 
 // Copies `count` items of `job` from entry job.next on behind a bitmap. Returns the number of valid ones.
@@ -286,6 +297,7 @@ size_t FetchServer::Impl::GatherPiece(Job& job, size_t count, uint8_t* piece) {
     uint8_t* const item = items + i * item_bytes;
     // Odd generations are never sealed: asking for one must not match a slot that is being written.
     if (job.allowed[job.next + i] == 0 || entry.generation % 2 != 0) {
+      job.event.unleased_units += job.allowed[job.next + i] == 0 ? 1 : 0;
       std::memset(item, 0, item_bytes);
       continue;
     }
@@ -335,7 +347,7 @@ void FetchServer::Impl::SendPiece(Job& job, Buffer& buffer) {
   buffer.job = &job;
   job.next += count;
   ++job.sending;
-  if (job.next < job.entries.size()) ready_.push_back(&job);
+  if (job.next < job.entries.size()) ready_.Push(job.session.arena->tenant(), &job);
   worker_->Send(job.peer, buffer, {piece, bytes});
 }
 
@@ -380,7 +392,7 @@ void FetchServer::Impl::AbortAll() {
   while (!ready_.empty()) Poll();
 }
 
-FetchServer::FetchServer(UcxWorker* worker, const SessionTable* sessions, const FetchLimits& limits,
+FetchServer::FetchServer(UcxWorker* worker, SessionTable* sessions, const FetchLimits& limits,
                          FetchObserver* observer)
     : impl_(std::make_shared<Impl>(worker, sessions, limits, observer)), worker_(worker) {
   worker->SetReceiver(MessageType::kFetch, impl_.get());

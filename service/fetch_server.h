@@ -14,8 +14,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "absl/time/time.h"
 #include "proto/ucx_worker.h"
+#include "service/fetch_event.h"
 #include "service/session_table.h"
 
 namespace kvd {
@@ -23,16 +23,6 @@ namespace kvd {
 struct FetchLimits {
   uint32_t units_per_fetch = 65536;
   uint64_t bytes_in_flight_per_session = uint64_t{256} << 20;
-};
-
-// What became of one fetch.
-struct FetchEvent {
-  WireStatus status = WireStatus::kOk;
-  uint32_t units = 0;          // asked for
-  uint32_t missing_units = 0;  // of these, not delivered
-  uint64_t bytes = 0;          // sent
-  absl::Duration queued;       // from its arrival until its first unit was copied
-  absl::Duration total;        // from its arrival until its last piece had left
 };
 
 // Learns of every fetch. Called on the progress thread: must be quick and take no lock.
@@ -45,7 +35,7 @@ class FetchObserver {
 class FetchServer {
  public:
   // All must outlive it; `observer` may be null.
-  FetchServer(UcxWorker* worker, const SessionTable* sessions, const FetchLimits& limits,
+  FetchServer(UcxWorker* worker, SessionTable* sessions, const FetchLimits& limits,
               FetchObserver* observer);
   // Cuts off what is in flight.
   ~FetchServer();

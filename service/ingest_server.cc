@@ -23,11 +23,33 @@ constexpr size_t kMaxWaiting = 256;
 // A sender whose message does not arrive in this time is cut off.
 constexpr auto kReceiveLimit = std::chrono::seconds(5);
 
+// A unit, or all records of a slot.
+size_t ItemBytes(const Arena& arena, uint8_t flags) {
+  const SlotLayout& slot = arena.memory().shape().slot;
+  return flags == kFlagSummaries ? slot.summary_bytes() : slot.unit_bytes;
+}
+
+// Copies one item to where it belongs. False: it belongs nowhere.
+bool StoreItem(const Arena& arena, ReservationPin& pin, const IngestEntry& entry, uint8_t flags,
+               const uint8_t* item) {
+  if (flags == kFlagSummaries) {
+    uint8_t* records = pin.records();
+    if (records == nullptr) return false;
+    std::memcpy(records, item, ItemBytes(arena, flags));
+    pin.MarkRecordsReceived();
+    return true;
+  }
+  if (!arena.CheckUnit(entry.layer, entry.head).ok()) return false;
+  std::memcpy(pin.unit(entry.layer, entry.head), item, ItemBytes(arena, flags));
+  pin.MarkReceived(entry.layer, entry.head);
+  return true;
+}
+
 }  // namespace
 
 class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
  public:
-  Impl(UcxWorker* worker, const SessionTable* sessions)
+  Impl(UcxWorker* worker, SessionTable* sessions)
       : worker_(worker), sessions_(sessions), jobs_(kNumBuffers) {
     for (Job& job : jobs_) job.server = this;
   }
@@ -41,6 +63,7 @@ class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
 
   std::atomic<uint64_t> num_bytes_{0};
   std::atomic<uint64_t> num_refused_units_{0};
+  std::atomic<uint64_t> num_refused_bytes_{0};
   std::atomic<uint64_t> num_malformed_{0};
 
  private:
@@ -71,7 +94,7 @@ class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
   void Finish(Job& job);
 
   UcxWorker* const worker_;
-  const SessionTable* const sessions_;
+  SessionTable* const sessions_;
   // The rest belongs to the progress thread.
   std::vector<Job> jobs_;
   std::deque<Waiting> waiting_;
@@ -89,9 +112,11 @@ IngestServer::Impl::Job* IngestServer::Impl::FindFree(SessionId session) {
 
 WireStatus IngestServer::Impl::Check(const MessageHeader& header, size_t payload_bytes,
                                      const SessionHandle& session) const {
-  const size_t unit_bytes = session.arena->memory().shape().slot.unit_bytes;
-  const bool fits = header.flags == 0 && header.count > 0 && payload_bytes <= kMaxPieceBytes &&
-                    payload_bytes == header.count * (sizeof(IngestEntry) + unit_bytes);
+  const bool records = header.flags == kFlagSummaries;
+  const bool allowed = header.flags == 0 || (records && session.kind == SessionKind::kMover);
+  const bool fits =
+      allowed && header.count > 0 && payload_bytes <= kMaxPieceBytes &&
+      payload_bytes == header.count * (sizeof(IngestEntry) + ItemBytes(*session.arena, header.flags));
   return fits ? WireStatus::kOk : WireStatus::kInvalid;
 }
 
@@ -99,6 +124,8 @@ void IngestServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& payl
   absl::StatusOr<SessionHandle> session = sessions_->Find(header.session, header.incarnation);
   UcxEndpoint* peer = worker_->FindPeer(header.session, ChannelOf(header.request));
   if (peer == nullptr) {
+    // No way back: it never greeted, or that connection has failed.
+    sessions_->Lose(header.session, header.incarnation);
     num_malformed_.fetch_add(1, std::memory_order_relaxed);
     return;
   }
@@ -145,12 +172,12 @@ void IngestServer::Impl::OnUnits(Job& job, bool ok) {
   worker_->Send(job.peer, job, job.stored);
 }
 
-// Copies each unit to the slot that its ticket names, if that is this session's and still open.
+// Copies each item to the slot that its ticket names, if that is this session's and still open.
 void IngestServer::Impl::Store(Job& job) {
   Arena& arena = *job.session.arena;
   const size_t count = job.header.count;
-  const size_t unit_bytes = arena.memory().shape().slot.unit_bytes;
-  const uint8_t* const units = job.bytes.data() + count * sizeof(IngestEntry);
+  const size_t item_bytes = ItemBytes(arena, job.header.flags);
+  const uint8_t* const items = job.bytes.data() + count * sizeof(IngestEntry);
   job.stored.assign(BitmapBytes(count), 0);
   uint64_t pinned = 0;
   std::optional<ReservationPin> pin;  // of the ticket `pinned`; a page's units come together
@@ -164,14 +191,14 @@ void IngestServer::Impl::Store(Job& job) {
       absl::StatusOr<ReservationPin> taken = arena.PinReservation(job.session.id, Ticket{entry.ticket});
       if (taken.ok()) pin.emplace(*std::move(taken));
     }
-    if (!pin.has_value() || !arena.CheckUnit(entry.layer, entry.head).ok()) continue;
-    std::memcpy(pin->unit(entry.layer, entry.head), units + i * unit_bytes, unit_bytes);
-    pin->MarkReceived(entry.layer, entry.head);
+    const uint8_t* item = items + i * item_bytes;
+    if (!pin.has_value() || !StoreItem(arena, *pin, entry, job.header.flags, item)) continue;
     job.stored[i / 8] = static_cast<uint8_t>(job.stored[i / 8] | 1u << (i % 8));
     ++num_stored;
   }
-  num_bytes_.fetch_add(num_stored * unit_bytes, std::memory_order_relaxed);
+  num_bytes_.fetch_add(num_stored * item_bytes, std::memory_order_relaxed);
   num_refused_units_.fetch_add(count - num_stored, std::memory_order_relaxed);
+  num_refused_bytes_.fetch_add((count - num_stored) * item_bytes, std::memory_order_relaxed);
 }
 
 void IngestServer::Impl::Finish(Job& job) {
@@ -206,7 +233,7 @@ void IngestServer::Impl::AbortAll() {
   }
 }
 
-IngestServer::IngestServer(UcxWorker* worker, const SessionTable* sessions)
+IngestServer::IngestServer(UcxWorker* worker, SessionTable* sessions)
     : impl_(std::make_shared<Impl>(worker, sessions)), worker_(worker) {
   worker->SetReceiver(MessageType::kIngest, impl_.get());
   worker->AddPoller(impl_.get());
@@ -216,6 +243,7 @@ IngestServer::~IngestServer() { StopUcxServer(*worker_, MessageType::kIngest, im
 
 uint64_t IngestServer::num_bytes() const { return impl_->num_bytes_.load(); }
 uint64_t IngestServer::num_refused_units() const { return impl_->num_refused_units_.load(); }
+uint64_t IngestServer::num_refused_bytes() const { return impl_->num_refused_bytes_.load(); }
 uint64_t IngestServer::num_malformed() const { return impl_->num_malformed_.load(); }
 
 }  // namespace kvd

@@ -20,7 +20,7 @@ namespace kvd {
 class IngestServer {
  public:
   // All must outlive it.
-  IngestServer(UcxWorker* worker, const SessionTable* sessions);
+  IngestServer(UcxWorker* worker, SessionTable* sessions);
   // Cuts off what is in flight.
   ~IngestServer();
 
@@ -28,6 +28,7 @@ class IngestServer {
   uint64_t num_bytes() const;
   // Units that were refused: unknown or foreign tickets, reservations that are over.
   uint64_t num_refused_units() const;
+  uint64_t num_refused_bytes() const;
   // Messages that could not be understood, or whose sender is not connected.
   uint64_t num_malformed() const;
 

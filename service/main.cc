@@ -17,6 +17,7 @@
 #include "kernels/layout.h"
 #include "service/config.h"
 #include "service/log_setup.h"
+#include "service/metrics.h"
 #include "service/server.h"
 #include "spdlog/spdlog.h"
 
@@ -115,6 +116,10 @@ int Main(const std::vector<std::string>& args) {
   }
   if (line->action == CommandLine::Action::kShowVersion) {
     std::printf("locks-kvd %s, layout %u\n", kVersion, kLayoutVersion);
+    return 0;
+  }
+  if (line->action == CommandLine::Action::kListMetrics) {
+    std::fputs(MetricsMarkdown(kDaemonPrefix, DaemonMetrics()).c_str(), stdout);
     return 0;
   }
   const absl::StatusOr<locks_kvd::v1::DaemonConfig> config = LoadConfig(*line);

@@ -25,7 +25,7 @@ void PageTable::SetState(uint32_t slot, SlotState state) {
   slots_[slot].state = state;
 }
 
-std::optional<uint32_t> PageTable::Reserve(const PageId& page, uint32_t page_idx) {
+std::optional<uint32_t> PageTable::Reserve(const PageId& page, uint32_t page_idx, uint64_t word) {
   if (free_.empty()) return std::nullopt;
   const uint32_t slot = free_.back();
   KVD_CHECK(slots_[slot].state == SlotState::kFree);
@@ -34,6 +34,7 @@ std::optional<uint32_t> PageTable::Reserve(const PageId& page, uint32_t page_idx
   free_.pop_back();
   slots_[slot].page = page;
   slots_[slot].page_idx = page_idx;
+  slots_[slot].word = word;
   slots_[slot].matched = false;
   SetState(slot, SlotState::kReserved);
   return slot;

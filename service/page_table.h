@@ -52,6 +52,7 @@ class PageTable {
     SlotState state = SlotState::kFree;
     bool matched = false;   // sealed: was found by a lookup since it was sealed
     uint32_t page_idx = 0;  // reserved, sealed: place of the page in its sequence
+    uint64_t word = 0;      // reserved, sealed: placement word of the page's stripe
     uint64_t generation = 1;
     PageId page;  // reserved, sealed
   };
@@ -67,7 +68,7 @@ class PageTable {
   uint32_t count(SlotState state) const { return counts_[static_cast<int>(state)]; }
 
   // Free -> reserved, for a page that has no slot. nullopt: no free slot.
-  std::optional<uint32_t> Reserve(const PageId& page, uint32_t page_idx);
+  std::optional<uint32_t> Reserve(const PageId& page, uint32_t page_idx, uint64_t word = 0);
   // Reserved -> sealed. Returns the new (even) generation; the caller publishes it after this.
   uint64_t Seal(uint32_t slot);
   // Sealed -> free. Returns the new (odd) generation, which the caller publishes before anything

@@ -1,5 +1,6 @@
 #include "service/pool_service.h"
 
+#include <algorithm>
 #include <span>
 #include <utility>
 
@@ -7,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
 #include "proto/geometry.h"
 #include "proto/status.h"
 #include "service/config.h"
@@ -84,6 +86,17 @@ void FillSessionStats(const SessionInfo& session, v1::StatsReply::SessionStats* 
   out->set_reserved_pages(session.arena->num_reservations(session.id));
 }
 
+void FillFetchStats(const FetchCounters& counters, v1::StatsReply::FetchStats* out) {
+  uint64_t requests = 0;
+  for (const Counter& counter : counters.requests) requests += counter.value();
+  out->set_requests(requests);
+  const Counter& ok = counters.requests[static_cast<size_t>(WireStatus::kOk)];
+  out->set_failed(requests - std::min(requests, ok.value()));
+  out->set_units(counters.units_ok.value());
+  out->set_missing_units(counters.units_missing.value());
+  out->set_bytes(counters.bytes.value());
+}
+
 }  // namespace
 
 PoolService::PoolService(PoolOptions options)
@@ -118,6 +131,11 @@ absl::Status PoolService::CheckNotDraining() const {
   if (!draining()) return absl::OkStatus();
   return absl::UnavailableError(
       "the daemon is draining and takes no new sessions or pages: use another daemon");
+}
+
+absl::Status PoolService::CheckLeasing() const {
+  if (!leasing_stopped_.load(std::memory_order_acquire)) return absl::OkStatus();
+  return absl::UnavailableError("the daemon has drained: use another daemon");
 }
 
 absl::StatusOr<SessionHandle> PoolService::FindSession(const PeerIdentity& peer,
@@ -201,7 +219,9 @@ grpc::Status PoolService::Attach(grpc::ServerContext* context, const v1::AttachR
           absl::StrFormat("client_name: expected at most %d bytes, got %d", kMaxClientName,
                           request->client_name().size()));
     }
-    const absl::StatusOr<std::string> tenant = ClientTenant(peer, request->tenant());
+    const absl::StatusOr<std::string> tenant = request->mover()
+                                                   ? MoverTenant(peer, request->tenant())
+                                                   : ClientTenant(peer, request->tenant());
     if (!tenant.ok()) {
       if (absl::IsPermissionDenied(tenant.status())) {
         options_.metrics->auth_failures[peer.role == Role::kClient ? kAuthTenant : kAuthRole].Add();
@@ -211,7 +231,8 @@ grpc::Status PoolService::Attach(grpc::ServerContext* context, const v1::AttachR
     KVD_ASSIGN_OR_RETURN(const std::shared_ptr<Arena> arena, FindArena(*tenant, request->model()));
     KVD_RETURN_IF_ERROR(CheckFingerprints(*arena, *request));
     const absl::StatusOr<AttachedSession> session =
-        options_.sessions->Attach(arena, request->client_name());
+        options_.sessions->Attach(arena, request->client_name(),
+                                  request->mover() ? SessionKind::kMover : SessionKind::kWorker);
     if (!session.ok()) {
       options_.metrics->limit_rejects[kLimitSessions].Add();
       return session.status();
@@ -223,6 +244,7 @@ grpc::Status PoolService::Attach(grpc::ServerContext* context, const v1::AttachR
     reply->set_heartbeat_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(options_.heartbeat)));
     reply->set_session_ttl_ms(
         static_cast<uint32_t>(absl::ToInt64Milliseconds(options_.sessions->ttl())));
+    reply->set_replicas(options_.replicas);
     FillArenaInfo(*arena, reply->mutable_arena());
     if (offers_.shared.has_value()) *reply->mutable_shared() = *offers_.shared;
     if (offers_.ucx.has_value()) *reply->mutable_ucx() = *offers_.ucx;
@@ -254,21 +276,28 @@ grpc::Status PoolService::Match(grpc::ServerContext* context, const v1::MatchReq
   const absl::Duration start = options_.clock->Now();
   return Serve(Rpc::kMatch, *context, [&](const PeerIdentity& peer) -> absl::Status {
     KVD_ASSIGN_OR_RETURN(const SessionHandle session, FindSession(peer, request->session()));
+    KVD_RETURN_IF_ERROR(CheckLeasing());
     KVD_ASSIGN_OR_RETURN(const std::span<const PageKey> keys, ParseKeys(request->pages()));
     KVD_RETURN_IF_ERROR(CheckShards(*session.arena, request->shards(), keys.size()));
     const std::vector<uint32_t> shards(request->shards().begin(), request->shards().end());
-    const auto found = session.arena->Match(session.id, request->request_id(), keys, shards);
+    const auto found =
+        request->each()
+            ? session.arena->MatchEach(session.id, request->request_id(), keys, shards)
+            : session.arena->MatchPrefix(session.id, request->request_id(), keys, shards);
     if (!found.ok()) {
       if (absl::IsResourceExhausted(found.status()))
         options_.metrics->limit_rejects[kLimitLeases].Add();
       return found.status();
     }
-    reply->set_num_pages(static_cast<uint32_t>(found->size() / shards.size()));
-    for (const PageLocation& location : *found) {
+    reply->set_num_pages(static_cast<uint32_t>(found->pages.size()));
+    if (request->each()) reply->mutable_pages()->Add(found->pages.begin(), found->pages.end());
+    for (const PageLocation& location : found->locations) {
       reply->add_slots(location.slot);
       reply->add_generations(location.generation);
     }
-    options_.metrics->match_seconds.Observe(options_.clock->Now() - start);
+    Metrics& m = *options_.metrics;
+    (reply->num_pages() > 0 ? m.match_hit_seconds : m.match_miss_seconds)
+        .Observe(options_.clock->Now() - start);
     return absl::OkStatus();
   });
 }
@@ -282,8 +311,16 @@ grpc::Status PoolService::Reserve(grpc::ServerContext* context, const v1::Reserv
     KVD_RETURN_IF_ERROR(CheckShard(*session.arena, request->shard()));
     const std::vector<uint32_t> page_idx(request->pages().page_idx().begin(),
                                          request->pages().page_idx().end());
-    KVD_ASSIGN_OR_RETURN(const ReserveOutcome outcome,
-                         session.arena->Reserve(session.id, keys, page_idx, request->shard()));
+    const auto& words = request->pages().placement_words();
+    if (!words.empty() && static_cast<size_t>(words.size()) != keys.size()) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("pages.placement_words: expected none or one for each of %d keys, got %d",
+                          keys.size(), words.size()));
+    }
+    KVD_ASSIGN_OR_RETURN(
+        const ReserveOutcome outcome,
+        session.arena->Reserve(session.id, keys, page_idx, request->shard(),
+                               {words.data(), static_cast<size_t>(words.size())}));
     for (const ReserveOutcome::Page& page : outcome.pages) {
       v1::ReserveReply::Result* result = reply->add_results();
       result->set_state(ToProto(page.state));
@@ -303,13 +340,22 @@ grpc::Status PoolService::Seal(grpc::ServerContext* context, const v1::SealReque
     KVD_ASSIGN_OR_RETURN(const SessionHandle session, FindSession(peer, request->session()));
     const auto count = static_cast<size_t>(request->tickets_size());
     KVD_RETURN_IF_ERROR(CheckCount("tickets", count));
+    const auto& checksums = request->summary_checksums();
+    const bool copies = session.kind == SessionKind::kMover;
+    if (static_cast<size_t>(checksums.size()) != (copies ? count : 0)) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "summary_checksums: expected one for each of %d tickets from a mover, none from a worker, got %d",
+          count, checksums.size()));
+    }
     std::vector<absl::StatusOr<SealOutcome>> outcomes(
         count, absl::DeadlineExceededError(
                    "not begun before the call ended: the ticket stays, seal it again"));
     options_.sealer->Run(count, [&](size_t i) {
       if (context->IsCancelled()) return;
-      outcomes[i] = session.arena->Seal(session.id,
-                                        static_cast<Ticket>(request->tickets(static_cast<int>(i))));
+      const int n = static_cast<int>(i);
+      const auto ticket = static_cast<Ticket>(request->tickets(n));
+      outcomes[i] = copies ? session.arena->SealCopy(session.id, ticket, checksums.Get(n))
+                           : session.arena->Seal(session.id, ticket);
     });
     for (const absl::StatusOr<SealOutcome>& outcome : outcomes) {
       v1::SealReply::Result* result = reply->add_results();
@@ -333,6 +379,7 @@ grpc::Status PoolService::Lease(grpc::ServerContext* context, const v1::LeaseReq
                                 v1::LeaseReply* reply) {
   return Serve(Rpc::kLease, *context, [&](const PeerIdentity& peer) -> absl::Status {
     KVD_ASSIGN_OR_RETURN(const SessionHandle session, FindSession(peer, request->session()));
+    KVD_RETURN_IF_ERROR(CheckLeasing());
     KVD_ASSIGN_OR_RETURN(const std::vector<PageLocation> locations,
                          ParseLocations(*session.arena, request->slots(), request->generations()));
     const absl::StatusOr<std::vector<bool>> leased = session.arena->Lease(session.id, locations);
@@ -341,7 +388,10 @@ grpc::Status PoolService::Lease(grpc::ServerContext* context, const v1::LeaseReq
         options_.metrics->limit_rejects[kLimitLeases].Add();
       return leased.status();
     }
-    for (const bool each : *leased) reply->add_leased(each);
+    for (const bool each : *leased) {
+      reply->add_leased(each);
+      options_.metrics->stale_rejects[kStaleGeneration].Add(each ? 0 : 1);
+    }
     return absl::OkStatus();
   });
 }
@@ -369,6 +419,10 @@ grpc::Status PoolService::Stats(grpc::ServerContext* context, const v1::StatsReq
     reply->set_uptime_ms(
         static_cast<uint64_t>(absl::ToInt64Milliseconds(options_.clock->Now() - started_)));
     reply->set_insecure(!options_.tls);
+    reply->set_unix_ms(static_cast<uint64_t>(absl::ToUnixMillis(absl::Now())));
+    if (!peer.authenticated || peer.role != Role::kClient) {
+      FillFetchStats(options_.metrics->fetch, reply->mutable_fetch());
+    }
     for (const auto& arena : options_.arenas) {
       if (visible(*arena)) FillArenaStats(*arena, reply->add_arenas());
     }
@@ -377,6 +431,11 @@ grpc::Status PoolService::Stats(grpc::ServerContext* context, const v1::StatsReq
     }
     if (open_.load(std::memory_order_acquire)) {
       for (const std::string& path : offers_.report) reply->add_paths(path);
+      if (offers_.shared.has_value()) *reply->mutable_shared() = *offers_.shared;
+      if (offers_.ucx.has_value()) {
+        reply->set_ucx_version(offers_.ucx->version());
+        reply->set_ucx_transports(offers_.ucx->transports());
+      }
     }
     return absl::OkStatus();
   });

@@ -43,6 +43,7 @@ struct PoolOptions {
   bool tls = false;
   absl::Duration heartbeat = absl::Seconds(1);
   std::string version;
+  uint32_t replicas = 1;
 };
 
 class PoolService final
@@ -56,6 +57,8 @@ class PoolService final
   void Open(PathOffers offers);
   // Refuses Attach and Reserve from now on and tells every session.
   void StartDraining(const std::string& reason);
+  // Refuses Match and Lease too: fetches will be.
+  void StopLeasing() { leasing_stopped_.store(true, std::memory_order_release); }
   bool draining() const { return draining_.load(std::memory_order_acquire); }
   // Ends streams whose session has ended, or that never named one. Called every now and then.
   void TickStreams() { streams_.Tick(); }
@@ -95,10 +98,12 @@ class PoolService final
   absl::StatusOr<SessionHandle> FindSession(const PeerIdentity& peer,
                                             const locks_kvd::v1::SessionRef& session) const;
   absl::Status CheckNotDraining() const;
+  absl::Status CheckLeasing() const;
 
   const PoolOptions options_;
   const absl::Duration started_;
   std::atomic<bool> draining_{false};
+  std::atomic<bool> leasing_stopped_{false};
   std::atomic<bool> open_{false};
   PathOffers offers_;  // set once, before open_
   SessionStreams streams_;

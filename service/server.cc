@@ -25,12 +25,14 @@
 #include "proto/status.h"
 #include "service/admin_service.h"
 #include "service/arena_factory.h"
+#include "service/cluster.h"
 #include "service/config.h"
 #include "service/data_plane.h"
 #include "service/health.h"
 #include "service/log_setup.h"
 #include "service/metrics.h"
 #include "service/pool_service.h"
+#include "service/slowlog.h"
 #include "spdlog/spdlog.h"
 
 namespace kvd {
@@ -46,6 +48,8 @@ constexpr int kMaxStreamsPerConnection = 256;
 // Calls that are still answered when the daemon stops.
 constexpr absl::Duration kStopGrace = absl::Seconds(2);
 constexpr absl::Duration kDrainPoll = absl::Milliseconds(5);
+// Calls that were let in before leasing stopped end within this.
+constexpr absl::Duration kLastCalls = absl::Milliseconds(50);
 // The daemon is not live once its upkeep loop did not tick for this long.
 constexpr absl::Duration kLiveLimit = absl::Seconds(10);
 constexpr absl::Duration kCertificateCheck = absl::Minutes(1);
@@ -87,17 +91,20 @@ struct Server::Parts {
   absl::Status StartControl();
   absl::Status StartOutside();
   MetricsSnapshot Snapshot() const;
+  DaemonConfig ConfigInForce() const;
   void UpkeepLoop();
   void WatchLoop();
   bool SleepUnlessStopping(absl::Duration time) const;
   void CheckCertificates();
   uint32_t CountLeases() const;
+  bool IsBusy() const;
   void LogStart() const;
 
   const DaemonConfig config;
   const SteadyClock clock;
   const Incarnation incarnation = RandomBytes16();
   Metrics metrics;
+  Slowlog slowlog;
   ReadyFile ready;
   bool ready_file_written = false;
 
@@ -109,6 +116,7 @@ struct Server::Parts {
   std::unique_ptr<AdminService> admin;
   std::unique_ptr<grpc::Server> control;
   std::unique_ptr<DataPlane> data_plane;
+  std::unique_ptr<Cluster> cluster;  // null: this daemon is alone
   std::unique_ptr<HealthServer> health;
   std::unique_ptr<MetricsServer> metrics_server;
   std::thread upkeep;
@@ -127,17 +135,21 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const DaemonConfig& config
   auto parts = std::make_unique<Parts>(config);
   std::unique_ptr<Server> server(new Server(std::move(parts)));
   Parts& p = *server->parts_;
-  p.admin = std::make_unique<AdminService>(
-      !IsInsecure(config), &p.metrics, PrintConfig(config),
-      [s = server.get()](absl::Duration limit,
-                         bool exit) -> absl::StatusOr<AdminService::DrainOutcome> {
-        if (!s->parts_->serving.load(std::memory_order_acquire)) {
-          return absl::UnavailableError("the daemon is starting: try again in a moment");
-        }
-        const DrainResult result = s->Drain(limit, "asked for by an operator");
-        if (exit) s->RequestExit();
-        return AdminService::DrainOutcome{result.clean, result.leases_left};
-      });
+  AdminOptions admin;
+  admin.tls = !IsInsecure(config);
+  admin.metrics = &p.metrics;
+  admin.slowlog = &p.slowlog;
+  admin.arenas = &p.arenas;
+  admin.config = [&p] { return PrintConfig(p.ConfigInForce()); };
+  admin.drain = [s = server.get()](absl::Duration limit, bool exit) -> absl::StatusOr<DrainOutcome> {
+    if (!s->parts_->serving.load(std::memory_order_acquire)) {
+      return absl::UnavailableError("the daemon is starting: try again in a moment");
+    }
+    const DrainResult result = s->Drain(limit, "asked for by an operator");
+    if (exit) s->RequestExit();
+    return DrainOutcome{result.clean, result.leases_left};
+  };
+  p.admin = std::make_unique<AdminService>(std::move(admin));
   KVD_RETURN_IF_ERROR(p.Start());
   return server;
 }
@@ -166,12 +178,16 @@ absl::Status Server::Parts::Start() {
   options.tls = !IsInsecure(config);
   options.heartbeat = absl::Milliseconds(times.heartbeat_ms());
   options.version = kVersion;
+  options.replicas = std::max(1u, config.cluster().replicas());
   pool = std::make_unique<PoolService>(std::move(options));
   KVD_RETURN_IF_ERROR(StartControl());
   const absl::StatusOr<Address> address = Address::Parse(ready.control_address());
   KVD_ASSIGN_OR_RETURN(data_plane,
                        DataPlane::Make(config, address.ok() ? address->port : uint16_t{0},
-                                       sessions.get(), &metrics));
+                                       sessions.get(), &metrics, &slowlog));
+  if (config.has_cluster()) {
+    KVD_ASSIGN_OR_RETURN(cluster, Cluster::Make(config, ready.control_address(), arenas, &metrics.moves));
+  }
   KVD_RETURN_IF_ERROR(StartOutside());
   last_tick_ns = absl::ToInt64Nanoseconds(clock.Now());
   upkeep = std::thread([this] { UpkeepLoop(); });
@@ -232,6 +248,7 @@ absl::Status Server::Parts::StartOutside() {
   if (config.metrics_address().empty()) return absl::OkStatus();
   MetricsIdentity identity;
   identity.version = kVersion;
+  identity.commit = KVD_COMMIT;
   identity.ucx = data_plane->UcxDescription();
   identity.layout_version = kLayoutVersion;
   identity.incarnation = incarnation;
@@ -274,14 +291,30 @@ MetricsSnapshot Server::Parts::Snapshot() const {
                                arena->Stats()});
   }
   snapshot.sessions = sessions->size();
+  snapshot.live = clock.Now() - absl::Nanoseconds(last_tick_ns.load()) < kLiveLimit;
   snapshot.draining = pool->draining();
   data_plane->Fill(&snapshot);
+  if (cluster != nullptr) {
+    snapshot.membership = cluster->Figures();
+    const std::shared_ptr<const MembershipView> view = cluster->View();
+    snapshot.members = view == nullptr ? 0 : view->members.size();
+  }
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& [file, expiry] : certificates) {
     snapshot.cert_expiry_seconds.emplace_back(file,
                                               absl::ToDoubleSeconds(expiry - absl::UnixEpoch()));
   }
   return snapshot;
+}
+
+// With the addresses that were really listened on.
+DaemonConfig Server::Parts::ConfigInForce() const {
+  DaemonConfig in_force = config;
+  if (!serving.load(std::memory_order_acquire)) return in_force;
+  in_force.mutable_control()->set_address(ready.control_address());
+  in_force.set_health_address(ready.health_address());
+  in_force.set_metrics_address(ready.metrics_address());
+  return in_force;
 }
 
 bool Server::Parts::SleepUnlessStopping(absl::Duration time) const {
@@ -293,7 +326,10 @@ void Server::Parts::UpkeepLoop() {
   const absl::Duration interval =
       std::clamp(sessions->ttl() / 20, absl::Milliseconds(5), absl::Milliseconds(250));
   absl::Duration last_certificate_check = clock.Now();
+  absl::Duration turn = last_certificate_check;
   while (SleepUnlessStopping(interval)) {
+    metrics.upkeep_stalls.Observe(clock.Now() - turn - interval);
+    turn = clock.Now();
     for (const SessionInfo& session : sessions->EndSilent()) {
       spdlog::warn("session_lost session={} tenant={} client={} silent_ms={}",
                    static_cast<uint64_t>(session.id), session.arena->tenant(),
@@ -339,6 +375,8 @@ uint32_t Server::Parts::CountLeases() const {
   return static_cast<uint32_t>(std::min<uint64_t>(leases, UINT32_MAX));
 }
 
+bool Server::Parts::IsBusy() const { return CountLeases() > 0 || data_plane->num_in_flight() > 0; }
+
 DrainResult Server::Drain(absl::Duration limit, const std::string& reason) {
   Parts& p = *parts_;
   const absl::Duration wait =
@@ -348,12 +386,21 @@ DrainResult Server::Drain(absl::Duration limit, const std::string& reason) {
   if (p.health != nullptr) p.health->SetReady(false);
   p.pool->StartDraining(reason);
   const absl::Duration end = p.clock.Now() + wait;
-  uint32_t leases = p.CountLeases();
-  while ((leases > 0 || p.data_plane->num_in_flight() > 0) && p.clock.Now() < end) {
-    if (!p.SleepUnlessStopping(kDrainPoll)) break;
-    leases = p.CountLeases();
+  if (p.cluster != nullptr) {
+    const auto moved = p.cluster->Drain(wait, [&p] { return p.SleepUnlessStopping(absl::ZeroDuration()); });
+    spdlog::info("drain_moved pages={} left={} problem={}", moved.moved, moved.left,
+                 LogQuote(moved.problem.message()));
   }
-  const DrainResult result = {leases == 0 && p.data_plane->num_in_flight() == 0, leases};
+  const auto wait_for_quiet = [&p, end] {
+    while (p.IsBusy() && p.clock.Now() < end && p.SleepUnlessStopping(kDrainPoll)) {
+    }
+  };
+  wait_for_quiet();
+  // Who matched a page just now still gets it.
+  p.pool->StopLeasing();
+  p.SleepUnlessStopping(kLastCalls);
+  wait_for_quiet();
+  const DrainResult result = {!p.IsBusy(), p.CountLeases()};
   p.data_plane->Drain();
   spdlog::info("drain_end clean={} leases_left={}", result.clean, result.leases_left);
   return result;
@@ -387,6 +434,7 @@ Server::Parts::~Parts() {
     control->Shutdown(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(kStopGrace));
     control->Wait();
   }
+  cluster.reset();
   data_plane.reset();
   control.reset();
   admin.reset();

@@ -31,6 +31,7 @@ absl::StatusOr<SessionKey> ParseSessionRef(const locks_kvd::v1::SessionRef& sess
 absl::Status CheckSessionTenant(const PeerIdentity& peer, const SessionHandle& session) {
   if (!peer.authenticated) return absl::OkStatus();
   if (peer.role == Role::kClient && peer.tenant == session.arena->tenant()) return absl::OkStatus();
+  if (peer.role == Role::kDaemon && session.kind == SessionKind::kMover) return absl::OkStatus();
   return absl::PermissionDeniedError("the session belongs to another tenant than the certificate");
 }
 

@@ -43,26 +43,27 @@ absl::StatusOr<SessionHandle> SessionTable::Find(const SessionToken& token,
                                                  const Incarnation& incarnation) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   KVD_ASSIGN_OR_RETURN(const auto it, FindLocked(token, incarnation));
-  return SessionHandle{it->second.id, it->second.arena};
+  return SessionHandle{it->second.id, it->second.arena, it->second.kind};
 }
 
 absl::StatusOr<AttachedSession> SessionTable::Attach(std::shared_ptr<Arena> arena,
-                                                     std::string client_name) {
+                                                     std::string client_name, SessionKind kind) {
   const SessionToken token = RandomBytes16();
   const std::lock_guard<std::mutex> lock(mutex_);
   uint32_t of_tenant = 0;
   for (const auto& [unused, session] : sessions_) {
-    if (session.arena->tenant() == arena->tenant()) ++of_tenant;
+    const bool counts = session.kind == SessionKind::kWorker && session.arena->tenant() == arena->tenant();
+    of_tenant += counts ? 1 : 0;
   }
-  if (of_tenant >= options_.sessions_per_tenant) {
+  if (kind == SessionKind::kWorker && of_tenant >= options_.sessions_per_tenant) {
     return absl::ResourceExhaustedError(absl::StrFormat(
         "limits.sessions_per_tenant: tenant %s has %u sessions: detach some or raise the limit",
         arena->tenant(), of_tenant));
   }
   const auto id = static_cast<SessionId>(next_id_++);
   const absl::Duration now = options_.clock->Now();
-  arena->BeginSession(id);
-  sessions_.emplace(token, Session{id, std::move(client_name), std::move(arena), now, now});
+  arena->BeginSession(id, kind);
+  sessions_.emplace(token, Session{id, std::move(client_name), std::move(arena), kind, now, now});
   return AttachedSession{id, token};
 }
 
@@ -72,19 +73,28 @@ absl::StatusOr<SessionHandle> SessionTable::Ping(const SessionToken& token,
   KVD_ASSIGN_OR_RETURN(const auto it, FindLocked(token, incarnation));
   Session& session = sessions_.find(it->first)->second;
   session.last_ping = options_.clock->Now();
-  return SessionHandle{session.id, session.arena};
+  return SessionHandle{session.id, session.arena, session.kind};
 }
 
 absl::Status SessionTable::Detach(const SessionToken& token, const Incarnation& incarnation) {
+  return End(token, incarnation, SessionEnd::kDetached).status();
+}
+
+void SessionTable::Lose(const SessionToken& token, const Incarnation& incarnation) {
+  (void)End(token, incarnation, SessionEnd::kLost);
+}
+
+absl::StatusOr<SessionHandle> SessionTable::End(const SessionToken& token, const Incarnation& incarnation,
+                                                SessionEnd why) {
   SessionHandle ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     KVD_ASSIGN_OR_RETURN(const auto it, FindLocked(token, incarnation));
-    ended = {it->second.id, it->second.arena};
+    ended = {it->second.id, it->second.arena, it->second.kind};
     sessions_.erase(it);
   }
-  ended.arena->EndSession(ended.id, SessionEnd::kDetached);
-  return absl::OkStatus();
+  ended.arena->EndSession(ended.id, why);
+  return ended;
 }
 
 std::vector<SessionInfo> SessionTable::EndSilent() {

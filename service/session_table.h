@@ -26,6 +26,7 @@ namespace kvd {
 struct SessionHandle {
   SessionId id;
   std::shared_ptr<Arena> arena;
+  SessionKind kind = SessionKind::kWorker;
 };
 
 struct AttachedSession {
@@ -66,12 +67,16 @@ class SessionTable {
   absl::StatusOr<SessionHandle> Find(const SessionToken& token,
                                      const Incarnation& incarnation) const;
 
-  // kResourceExhausted if the arena's tenant has as many sessions as it may.
-  absl::StatusOr<AttachedSession> Attach(std::shared_ptr<Arena> arena, std::string client_name);
+  // kResourceExhausted if the arena's tenant has as many workers' sessions as it may.
+  absl::StatusOr<AttachedSession> Attach(std::shared_ptr<Arena> arena, std::string client_name,
+                                         SessionKind kind = SessionKind::kWorker);
   // Keeps the session alive for another TTL. Errors as Find.
   absl::StatusOr<SessionHandle> Ping(const SessionToken& token, const Incarnation& incarnation);
   // Ends the session in order. Errors as Find.
   absl::Status Detach(const SessionToken& token, const Incarnation& incarnation);
+  // Ends a session that asks but cannot be answered: its client learns of it and attaches again. Nothing happens if
+  // there is no such session.
+  void Lose(const SessionToken& token, const Incarnation& incarnation);
   // Ends the sessions that were silent for a TTL. Returns them, as they were.
   std::vector<SessionInfo> EndSilent();
 
@@ -83,6 +88,7 @@ class SessionTable {
     SessionId id;
     std::string client_name;
     std::shared_ptr<Arena> arena;
+    SessionKind kind;
     absl::Duration attached;
     absl::Duration last_ping;
   };
@@ -90,6 +96,7 @@ class SessionTable {
 
   absl::StatusOr<Sessions::const_iterator> FindLocked(const SessionToken& token,
                                                       const Incarnation& incarnation) const;
+  absl::StatusOr<SessionHandle> End(const SessionToken& token, const Incarnation& incarnation, SessionEnd why);
   SessionInfo Info(const Session& session, absl::Duration now) const;
 
   const Options options_;

@@ -5,50 +5,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <mutex>
 #include <numeric>
 
 #include "absl/time/clock.h"
 #include "client/kv_client.h"
 #include "proto/placement.h"
+#include "tests/client/engine_cache.h"
 #include "tests/client/fake_pool.h"
 #include "tests/support/daemon_process.h"
 #include "tests/support/path_parameter.h"
 
 namespace kvd::testing {
 namespace {
-
-// What an engine holds: K and V of a layer as [heads][T, D].
-class EngineCache {
- public:
-  explicit EngineCache(const SequenceData& data) {
-    const auto& g = data.geometry;
-    for (int layer = 0; layer < g.num_layers; ++layer) {
-      std::vector<uint16_t> k;
-      std::vector<uint16_t> v;
-      for (int h = 0; h < g.num_kv_heads; ++h) {
-        const auto& keys = data.keys[data.at(layer, h)];
-        const auto& values = data.values[data.at(layer, h)];
-        k.insert(k.end(), keys.begin(), keys.end());
-        v.insert(v.end(), values.begin(), values.end());
-      }
-      k_.push_back(std::move(k));
-      v_.push_back(std::move(v));
-    }
-    for (size_t i = 0; i < k_.size(); ++i) {
-      layers_.push_back({reinterpret_cast<const uint8_t*>(k_[i].data()),
-                         reinterpret_cast<const uint8_t*>(v_[i].data()),
-                         data.num_tokens * g.head_dim * 2, int64_t{g.head_dim} * 2});
-    }
-  }
-  const std::vector<EngineKv>& layers() const { return layers_; }
-
- private:
-  std::vector<std::vector<uint16_t>> k_;
-  std::vector<std::vector<uint16_t>> v_;
-  std::vector<EngineKv> layers_;
-};
 
 class IntegrationTest : public ::testing::TestWithParam<PathKind> {
  protected:
@@ -143,31 +112,8 @@ class IntegrationTest : public ::testing::TestWithParam<PathKind> {
     return *std::move(sequence);
   }
 
-  // Decodes one token; every layer must equal dense attention over all tokens.
   absl::Status DecodeToken(Sequence& sequence, double* worst) {
-    const auto& g = geometry_;
-    const int64_t token = sequence.num_tokens();
-    std::vector<int> no_pages;
-    absl::Status status;
-    for (int layer = 0; layer < g.num_layers; ++layer) {
-      const auto q = RandomKv(int64_t{g.num_q_heads} * g.head_dim, g.dtype, 2.0f,
-                              static_cast<uint64_t>(token * 100 + layer));
-      const auto k = data_.Rows(data_.keys, layer, token);
-      const auto v = data_.Rows(data_.values, layer, token);
-      std::vector<float> o(q.size());
-      std::vector<float> lse(static_cast<size_t>(g.num_q_heads));
-      status.Update(sequence.Run(layer, {q.data(), k.data(), v.data()}, {o.data(), lse.data()}));
-      for (int h = 0; h < g.num_q_heads; ++h) {
-        const auto truth =
-            data_.Attend(layer, h, q.data() + h * g.head_dim, no_pages, 0, token + 1);
-        *worst = std::max(*worst, std::abs(truth.lse - lse[static_cast<size_t>(h)]));
-        for (int i = 0; i < g.head_dim; ++i) {
-          *worst = std::max(*worst, std::abs(truth.o[static_cast<size_t>(i)] -
-                                             o[static_cast<size_t>(h * g.head_dim + i)]));
-        }
-      }
-    }
-    return status;
+    return testing::DecodeToken(sequence, data_, worst);
   }
 
   static constexpr double kTolerance = 1e-4;

@@ -81,5 +81,48 @@ TEST_F(MissFetchTest, MissingPageOfALaterWaveIsMarked) {
   EXPECT_EQ(sequence_.pages->MissingPages(), std::vector<int>{20});
 }
 
+// Every page of a daemon with a second holder is fetched there, in the same call, whatever went wrong.
+class MissFetchFailoverTest : public MissFetchTest {
+ protected:
+  void SetUp() override {
+    for (int page = 0; page < kPages; ++page) {
+      sequence_.pages->SetAlternate(page, 1 - page % 2, std::vector<SlotRef>{FakeSlot(page)});
+    }
+  }
+  void ExpectAllRight() {
+    EXPECT_EQ(counts_.verified, 2 * kPages);
+    EXPECT_EQ(counts_.failed + counts_.missing + counts_.late, 0);
+    for (int page = 0; page < kPages; ++page) {
+      EXPECT_TRUE(IsRight(page, 0) && IsRight(page, 1)) << page;
+    }
+    for (const Miss& miss : fetch_->misses()) EXPECT_EQ(miss.outcome, Miss::Outcome::kVerified);
+    EXPECT_EQ(sequence_.pages->num_missing(), 0);
+  }
+};
+
+TEST_F(MissFetchFailoverTest, AFailedDaemonsUnitsComeFromTheOther) {
+  sequence_.fetchers[1]->list_code = absl::StatusCode::kUnavailable;
+  FetchAll(5);
+  ExpectAllRight();
+  EXPECT_EQ(sequence_.fetchers[1]->num_lists, 1);
+}
+
+TEST_F(MissFetchFailoverTest, AMissingPageComesFromTheOtherWhole) {
+  // Slot 20 is missing at its first holder only.
+  sequence_.fetchers[0]->missing_slots = {20};
+  FetchAll(3);
+  ExpectAllRight();
+  EXPECT_EQ(sequence_.pages->daemon_of(20), 1);
+}
+
+TEST_F(MissFetchFailoverTest, BothHoldersGoneIsCountedOnceAUnit) {
+  sequence_.fetchers[0]->missing_slots = {20};
+  sequence_.fetchers[1]->missing_slots = {20};
+  FetchAll(3);
+  EXPECT_EQ(counts_.missing, 2);
+  EXPECT_EQ(counts_.verified, 2 * kPages - 2);
+  EXPECT_EQ(sequence_.pages->MissingPages(), std::vector<int>{20});
+}
+
 }  // namespace
 }  // namespace kvd::testing

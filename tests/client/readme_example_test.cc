@@ -4,15 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <fstream>
 #include <numeric>
 
 #include "client/kv_client.h"
+#include "tests/client/example_text.h"
 #include "tests/client/fake_pool.h"
 #include "tests/support/daemon_process.h"
 
 namespace {
 
+using kvd::testing::ExampleOf;
 using kvd::testing::RandomKv;
 
 // What an engine would have: a prompt's tokens and its KV cache, one layer a [heads][T, D] array.
@@ -81,21 +82,6 @@ absl::Status Decode(const std::string& daemon, Engine& engine) {
   return absl::OkStatus();
 }
 
-// The lines between the markers, without the two blanks of indentation.
-std::string ExampleOf(const std::string& path, const std::string& begin, const std::string& end,
-                      size_t indentation) {
-  std::ifstream file(path);
-  std::string line;
-  std::string example;
-  bool inside = false;
-  while (std::getline(file, line)) {
-    if (inside && line.find(end) != std::string::npos) break;
-    if (inside) example += (line.size() < indentation ? line : line.substr(indentation)) + "\n";
-    if (line.find(begin) != std::string::npos) inside = true;
-  }
-  return example;
-}
-
 TEST(ReadmeExampleTest, ItRuns) {
   ASSERT_TRUE(kvd::testing::HaveDaemonBinary()) << "build locks-kvd first";
   Engine engine;
@@ -112,7 +98,7 @@ TEST(ReadmeExampleTest, ItIsTheReadmesText) {
   const std::string code = ExampleOf(KVD_SOURCE_DIR "/tests/client/readme_example_test.cc",
                                      "// [example]", "// [/example]", 2);
   EXPECT_FALSE(code.empty());
-  EXPECT_EQ(code, ExampleOf(KVD_SOURCE_DIR "/client/README.md", "```cpp", "```", 0));
+  EXPECT_EQ(code, ExampleOf(KVD_SOURCE_DIR "/client/README.md", "```cpp", "```"));
 }
 
 }  // namespace

@@ -113,5 +113,55 @@ TEST_F(SequencePagesTest, WindowFollowsSealsAndCompletePagesStayInTheRing) {
   EXPECT_EQ(pages_.tail_row(), 0);
 }
 
+TEST_F(SequencePagesTest, PagesWithASecondHolderTurnToItAndTheOthersAreMissing) {
+  pages_.SetAlternate(1, 0, std::vector<SlotRef>{{40, 8}});
+  pages_.SetAlternate(0, 1, std::vector<SlotRef>{{41, 8}});
+  const uint32_t version = pages_.versions()[1];
+  sequence_.sources[1]->lost = true;
+  ASSERT_TRUE(pages_.BeginStep(At(1)).ok());
+  EXPECT_EQ(Selectable(), (std::vector<int>{0, 1, 2, 4}));
+  EXPECT_EQ(pages_.daemon_of(1), 0);
+  EXPECT_EQ(pages_.slot_of(1, 0), (SlotRef{40, 8}));
+  EXPECT_EQ(pages_.versions()[1], version) << "the same bytes: what is cached stays good";
+  pages_.MarkMissing(0);
+  EXPECT_FALSE(pages_.is_selectable(0)) << "its second holder is the lost daemon";
+  pages_.MarkMissing(1);
+  EXPECT_FALSE(pages_.is_selectable(1)) << "a second holder is taken once";
+}
+
+TEST_F(SequencePagesTest, MovedPagesAreReadElsewhereFromTheNextStepOn) {
+  std::shared_ptr<PageSource> source = NewSource();
+  const uint32_t version = pages_.versions()[3];
+  auto batch = std::make_unique<MovedPages>();
+  batch->push_back({3, 1, source, {{50, 6}}});
+  batch->push_back({5, 1, source, {{51, 6}}});
+  ASSERT_TRUE(pages_.PushMoved(&batch));
+  EXPECT_EQ(pages_.slot_of(3, 0), FakeSlot(3)) << "not before a step";
+  EXPECT_EQ(pages_.TakeBackMoved(), nullptr);
+  auto second = std::make_unique<MovedPages>();
+  EXPECT_FALSE(pages_.PushMoved(&second)) << "one batch at a time";
+  ASSERT_TRUE(pages_.BeginStep(At(1)).ok());
+  // Daemon 1 has another session now: of the old one's pages only those that moved are there.
+  EXPECT_EQ(Selectable(), (std::vector<int>{0, 2, 3, 4, 5}));
+  EXPECT_EQ(pages_.slot_of(3, 0), (SlotRef{50, 6}));
+  EXPECT_EQ(pages_.versions()[3], version);
+  EXPECT_EQ(pages_.fetcher(1), source->fetcher.get());
+  const auto back = pages_.TakeBackMoved();
+  ASSERT_NE(back, nullptr);
+  EXPECT_EQ((*back)[0].source, sequence_.sources[1]) << "the old session is freed outside of a step";
+  EXPECT_TRUE(pages_.PushMoved(&second));
+}
+
+TEST_F(SequencePagesTest, AMoveToASessionThatEndedMeanwhileChangesNothing) {
+  std::shared_ptr<PageSource> source = NewSource();
+  source->lost = true;
+  auto batch = std::make_unique<MovedPages>();
+  batch->push_back({3, 1, source, {{50, 6}}});
+  ASSERT_TRUE(pages_.PushMoved(&batch));
+  ASSERT_TRUE(pages_.BeginStep(At(1)).ok());
+  EXPECT_EQ(Selectable().size(), static_cast<size_t>(kPages));
+  EXPECT_EQ(pages_.slot_of(3, 0), FakeSlot(3));
+}
+
 }  // namespace
 }  // namespace kvd::testing

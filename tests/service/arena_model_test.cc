@@ -183,14 +183,14 @@ class ArenaModel {
       pages.push_back(AnyPage());
       keys.push_back(testing::KeyOf(pages.back()));
     }
-    const auto found = arena_->Match(*session, next_request_++, keys, kShard0);
+    const auto found = arena_->MatchPrefix(*session, next_request_++, keys, kShard0);
     ASSERT_TRUE(found.ok());
     size_t expected = 0;
     while (expected < pages.size() && sealed_.contains(pages[expected])) ++expected;
-    ASSERT_EQ(found->size(), expected);
+    ASSERT_EQ(found->locations.size(), expected);
     for (size_t i = 0; i < expected; ++i) {
-      ASSERT_EQ((*found)[i], sealed_[pages[i]].location);
-      leases_[*session].insert((*found)[i].slot);
+      ASSERT_EQ(found->locations[i], sealed_[pages[i]].location);
+      leases_[*session].insert(found->locations[i].slot);
     }
   }
 

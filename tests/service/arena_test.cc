@@ -232,36 +232,52 @@ TEST_F(ArenaTest, MatchLeasesTheLongestPrefixThatAllShardsHold) {
     testing::PutPage(arena_.get(), kA, page, 0);
     if (page != 1) testing::PutPage(arena_.get(), kA, page, 1);
   }
-  const auto one = arena_->Match(kB, 1, Keys({0, 1, 2, 3}), kShard0);
+  const auto one = arena_->MatchPrefix(kB, 1, Keys({0, 1, 2, 3}), kShard0);
   ASSERT_TRUE(one.ok());
-  EXPECT_THAT(*one, SizeIs(3));
-  const auto both = arena_->Match(kB, 2, Keys({0, 1, 2}), kBothShards);
+  EXPECT_THAT(one->pages, SizeIs(3));
+  const auto both = arena_->MatchPrefix(kB, 2, Keys({0, 1, 2}), kBothShards);
   ASSERT_TRUE(both.ok());
-  EXPECT_THAT(*both, SizeIs(2)) << "page 1 lacks a shard";
+  EXPECT_THAT(both->pages, SizeIs(1)) << "page 1 lacks a shard";
   EXPECT_EQ(arena_->num_leases(kB), 4u) << "a lease is a set: matching twice leases once";
-  const auto none = arena_->Match(kB, 3, Keys({3, 0}), kShard0);
+  const auto none = arena_->MatchPrefix(kB, 3, Keys({3, 0}), kShard0);
   ASSERT_TRUE(none.ok());
-  EXPECT_THAT(*none, SizeIs(0));
+  EXPECT_THAT(none->pages, SizeIs(0));
+}
+
+TEST_F(ArenaTest, MatchEachSkipsWhatIsMissing) {
+  MakeArena(8);
+  const PageLocation first = testing::PutPage(arena_.get(), kA, 0, 0);
+  const PageLocation third = testing::PutPage(arena_.get(), kA, 2, 0);
+  const auto found = arena_->MatchEach(kB, 1, Keys({0, 1, 2, 3}), kShard0);
+  ASSERT_TRUE(found.ok());
+  EXPECT_THAT(found->pages, ElementsAre(0, 2));
+  EXPECT_THAT(found->locations, ElementsAre(first, third));
+  EXPECT_EQ(arena_->num_leases(kB), 2u);
+  // A late duplicate leases nothing, and does not show what came since.
+  testing::PutPage(arena_.get(), kA, 1, 0);
+  EXPECT_THAT(arena_->MatchEach(kB, 1, Keys({0, 1, 2, 3}), kShard0)->pages, ElementsAre(0, 2));
+  EXPECT_EQ(arena_->num_leases(kB), 2u);
+  EXPECT_THAT(arena_->MatchEach(kB, 2, Keys({0, 1, 2, 3}), kShard0)->pages, ElementsAre(0, 1, 2));
 }
 
 TEST_F(ArenaTest, PageThatIsBeingWrittenIsNoMatch) {
   MakeArena(2);
   const auto reserved = testing::ReserveOne(arena_.get(), kA, 0);
   testing::WritePage(arena_.get(), kA, reserved.ticket, 0);
-  EXPECT_THAT(*arena_->Match(kB, 1, Keys({0}), kShard0), SizeIs(0));
+  EXPECT_THAT(arena_->MatchPrefix(kB, 1, Keys({0}), kShard0)->pages, SizeIs(0));
   EXPECT_THAT(Allowed(kA, {{reserved.slot, 0, 0, 2}}), ElementsAre(0)) << "not even for its writer";
 }
 
 TEST_F(ArenaTest, LateDuplicateOfAMatchTakesNoLeaseBack) {
   MakeArena(2);
   const PageLocation p = testing::PutPage(arena_.get(), kA, 0);
-  ASSERT_TRUE(arena_->Match(kB, 77, Keys({0}), kShard0).ok());
+  ASSERT_TRUE(arena_->MatchPrefix(kB, 77, Keys({0}), kShard0).ok());
   Release(kB, {p});
-  const auto again = arena_->Match(kB, 77, Keys({0}), kShard0);
+  const auto again = arena_->MatchPrefix(kB, 77, Keys({0}), kShard0);
   ASSERT_TRUE(again.ok());
-  EXPECT_THAT(*again, ElementsAre(p)) << "the same answer";
+  EXPECT_THAT(again->locations, ElementsAre(p)) << "the same answer";
   EXPECT_EQ(arena_->num_leases(kB), 0u) << "without a second lease";
-  ASSERT_TRUE(arena_->Match(kB, 78, Keys({0}), kShard0).ok());
+  ASSERT_TRUE(arena_->MatchPrefix(kB, 78, Keys({0}), kShard0).ok());
   EXPECT_EQ(arena_->num_leases(kB), 1u);
 }
 
@@ -294,7 +310,7 @@ TEST_F(ArenaTest, CapsOfASessionAreNamedAndLeaseNothing) {
   EXPECT_EQ(testing::ReserveOne(arena_.get(), kA, 5).state, State::kNew);
   EXPECT_EQ(testing::ReserveOne(arena_.get(), kA, 6).state, State::kFull)
       << "two leases and a reservation";
-  const auto match = arena_->Match(kA, 1, Keys({0, 1, 2}), kShard0);
+  const auto match = arena_->MatchPrefix(kA, 1, Keys({0, 1, 2}), kShard0);
   EXPECT_EQ(match.status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(match.status().message(), HasSubstr("limits.leases_per_session"));
   EXPECT_EQ(arena_->num_leases(kA), 2u);
@@ -323,6 +339,29 @@ TEST_F(ArenaTest, LostSessionsSlotsWaitInQuarantine) {
   arena_->Tick();
   EXPECT_EQ(testing::ReserveOne(arena_.get(), kB, 5).state, State::kNew);
   EXPECT_EQ(testing::ReserveOne(arena_.get(), kB, 6).state, State::kNew);
+}
+
+// From the first lease until the last one ends, whoever holds them; bounds are inclusive.
+TEST_F(ArenaTest, AgesOfLeasesAreCountedOnceAPageNobodyLeases) {
+  MakeArena(3);
+  const PageLocation p0 = testing::PutPage(arena_.get(), kA, 0);
+  const PageLocation p1 = testing::PutPage(arena_.get(), kA, 1);
+  clock_.Advance(absl::Seconds(1));
+  ASSERT_TRUE(arena_->Lease(kB, std::vector{p0}).ok());
+  Release(kA, {p0, p1});
+  ArenaStats stats = arena_->Stats();
+  EXPECT_EQ(stats.leased_age_counts[2], 1u);  // p1: 1 s; p0 is still kB's
+  clock_.Advance(absl::Seconds(60));
+  arena_->EndSession(kB, SessionEnd::kLost);
+  stats = arena_->Stats();
+  EXPECT_EQ(stats.leased_age_counts[2], 1u);
+  EXPECT_EQ(stats.leased_age_counts[5], 1u);  // p0: 61 s
+  EXPECT_DOUBLE_EQ(stats.leased_age_seconds, 62);
+  // A new lease begins a new time.
+  ASSERT_TRUE(arena_->Lease(kA, std::vector{p1}).ok());
+  clock_.Advance(absl::Milliseconds(5));
+  Release(kA, {p1});
+  EXPECT_EQ(arena_->Stats().leased_age_counts[0], 1u);
 }
 
 TEST_F(ArenaTest, DetachGivesEverythingBackAtOnce) {
@@ -359,7 +398,7 @@ TEST_F(ArenaTest, EndedSessionCanNeitherLeaseNorReserveNorFetch) {
   arena_->EndSession(kB, SessionEnd::kDetached);
   arena_->EndSession(kB, SessionEnd::kLost);  // twice is once
   const auto aborted = absl::StatusCode::kAborted;
-  EXPECT_EQ(arena_->Match(kB, 1, Keys({0}), kShard0).status().code(), aborted);
+  EXPECT_EQ(arena_->MatchPrefix(kB, 1, Keys({0}), kShard0).status().code(), aborted);
   EXPECT_EQ(arena_->Lease(kB, std::vector{p}).status().code(), aborted);
   EXPECT_EQ(arena_->Release(kB, std::vector{p}).code(), aborted);
   const uint32_t page_idx = 1;

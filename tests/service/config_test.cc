@@ -79,6 +79,12 @@ locks_kvd::v1::ArenaConfig* Second(DaemonConfig* c) {
   return c->mutable_arenas(1);
 }
 
+locks_kvd::v1::ClusterConfig* Cluster(DaemonConfig* c) {
+  c->mutable_cluster();
+  FillDefaults(c);
+  return c->mutable_cluster();
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Values, ConfigBadTest,
     ::testing::Values(
@@ -137,6 +143,23 @@ INSTANTIATE_TEST_SUITE_P(
                 "data.socket_dir: expected an absolute path"},
         BadCase{"PortRange", [](DaemonConfig* c) { c->mutable_data()->set_ucx_port_range("9-5"); },
                 "data.ucx_port_range: expected \"first-last\""},
+        BadCase{"NoMembers", [](DaemonConfig* c) { Cluster(c)->set_name("kv-0"); },
+                "cluster: expected one of members, members_file and members_dns, got 0"},
+        BadCase{"TwoSources",
+                [](DaemonConfig* c) {
+                  Cluster(c)->set_members_file("/m");
+                  c->mutable_cluster()->set_members_dns("kv:7411");
+                },
+                "cluster: expected one of members, members_file and members_dns, got 2"},
+        BadCase{"Replicas",
+                [](DaemonConfig* c) {
+                  Cluster(c)->set_members_file("/m");
+                  c->mutable_cluster()->set_replicas(3);
+                },
+                "cluster.replicas: expected 1 to 2, got 3"},
+        BadCase{"MemberAddress",
+                [](DaemonConfig* c) { Cluster(c)->add_members()->set_address("nohost"); },
+                "cluster.members: "},
         BadCase{"LogLevel", [](DaemonConfig* c) { c->mutable_log()->set_level("loud"); },
                 "log.level: expected"},
         BadCase{"Limit", [](DaemonConfig* c) { c->mutable_limits()->set_units_per_fetch(9999999); },
@@ -214,13 +237,14 @@ TEST(ConfigTest, WrongFlagsAreNamed) {
               HasSubstr("expected FILE after it"));
   EXPECT_THAT(ParseCommandLine({"--help=yes"}).status().message(), HasSubstr("takes no value"));
   EXPECT_EQ(ParseCommandLine({"--check-config"})->action, CommandLine::Action::kCheckConfig);
+  EXPECT_EQ(ParseCommandLine({"--list-metrics"})->action, CommandLine::Action::kListMetrics);
 }
 
 TEST(ConfigTest, HelpNamesEveryFlag) {
   for (const char* flag :
        {"--config", "--control-address", "--health-address", "--metrics-address", "--socket-dir",
         "--ready-file", "--log-level", "--log-format", "--insecure-allow", "--check-config",
-        "--print-config", "--version", "--help"}) {
+        "--print-config", "--list-metrics", "--version", "--help"}) {
     EXPECT_THAT(HelpText(), HasSubstr(flag));
   }
 }

@@ -20,7 +20,7 @@ class DataPlaneTest : public ::testing::Test {
       : config_(testing::TinyConfig(directory_.path())),
         sessions_(SessionTable::Options{.incarnation = {}, .clock = &clock_}) {}
   absl::StatusOr<std::unique_ptr<DataPlane>> Make() {
-    return DataPlane::Make(config_, 77, &sessions_, &metrics_);
+    return DataPlane::Make(config_, 77, &sessions_, &metrics_, &slowlog_);
   }
 
   testing::ScratchDirectory directory_;
@@ -28,6 +28,7 @@ class DataPlaneTest : public ::testing::Test {
   TestClock clock_;
   SessionTable sessions_;
   Metrics metrics_;
+  Slowlog slowlog_;
 };
 
 TEST_F(DataPlaneTest, OffersBothPathsAndTakesItsSocketAwayAtTheEnd) {

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "absl/time/clock.h"
-#include "client/ingest_channel.h"
+#include "proto/ingest_channel.h"
 #include "tests/support/data_plane.h"
 
 namespace kvd {

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "service/admin_service.h"
 #include "service/pool_service.h"
@@ -37,17 +38,23 @@ class PoolFixture : public ::testing::Test {
     options.sealer = &sealer_;
     options.metrics = &metrics_;
     options.clock = &clock_;
-    options.arenas = {arena_, rival_arena_};
+    arenas_ = {arena_, rival_arena_};
+    options.arenas = arenas_;
     options.tls = credentials != nullptr;
     options.version = "test";
     pool_ = std::make_unique<PoolService>(std::move(options));
-    admin_ = std::make_unique<AdminService>(
-        credentials != nullptr, &metrics_, "the configuration",
-        [this](absl::Duration limit, bool exit) -> absl::StatusOr<AdminService::DrainOutcome> {
-          drained_for_ms_ = absl::ToInt64Milliseconds(limit);
-          exit_asked_ = exit;
-          return AdminService::DrainOutcome{true, 4};
-        });
+    AdminOptions admin;
+    admin.tls = credentials != nullptr;
+    admin.metrics = &metrics_;
+    admin.slowlog = &slowlog_;
+    admin.arenas = &arenas_;
+    admin.config = [] { return "the configuration"; };
+    admin.drain = [this](absl::Duration limit, bool exit) -> absl::StatusOr<DrainOutcome> {
+      drained_for_ms_ = absl::ToInt64Milliseconds(limit);
+      exit_asked_ = exit;
+      return DrainOutcome{true, 4};
+    };
+    admin_ = std::make_unique<AdminService>(std::move(admin));
     grpc::ServerBuilder builder;
     builder.AddListeningPort(
         "127.0.0.1:0", credentials != nullptr ? credentials : grpc::InsecureServerCredentials(),
@@ -122,9 +129,11 @@ class PoolFixture : public ::testing::Test {
   TestClock clock_;
   Incarnation incarnation_;
   Metrics metrics_;
+  Slowlog slowlog_;
   Sealer sealer_{2};
   std::shared_ptr<Arena> arena_;
   std::shared_ptr<Arena> rival_arena_;
+  std::vector<std::shared_ptr<Arena>> arenas_;
   std::unique_ptr<SessionTable> sessions_;
   std::unique_ptr<PoolService> pool_;
   std::unique_ptr<AdminService> admin_;

@@ -375,5 +375,71 @@ TEST_F(PoolServiceTlsTest, RolesMayDoWhatIsTheirsAndNoMore) {
   EXPECT_EQ(metrics_.auth_failures[kAuthRole].value(), 3u);
 }
 
+TEST_F(PoolServiceTlsTest, OnlyADaemonBringsCopiesAndOnlyWithTheirChecksums) {
+  v1::AttachRequest request = AttachRequest();
+  request.set_mover(true);
+  v1::AttachReply reply;
+  for (const char* other : {"acme", "admin"}) {
+    Become(other);
+    EXPECT_EQ(Attach(request, &reply).error_code(), grpc::StatusCode::PERMISSION_DENIED) << other;
+  }
+  Become("daemon");
+  const grpc::Status attached = Attach(request, &reply);
+  ASSERT_TRUE(attached.ok()) << attached.error_message();
+  v1::ReserveRequest reserve;
+  *reserve.mutable_session() = reply.session();
+  *reserve.mutable_pages() = Pages({0});
+  reserve.mutable_pages()->add_placement_words(1);
+  reserve.mutable_pages()->add_placement_words(2);
+  v1::ReserveReply reserved;
+  EXPECT_EQ(Call(&Stub::Reserve, reserve, &reserved).error_code(), grpc::StatusCode::INVALID_ARGUMENT)
+      << "two words for one page";
+  reserve.mutable_pages()->mutable_placement_words()->RemoveLast();
+  ASSERT_TRUE(Call(&Stub::Reserve, reserve, &reserved).ok());
+  v1::SealRequest seal;
+  *seal.mutable_session() = reply.session();
+  seal.add_tickets(reserved.results(0).ticket());
+  v1::SealReply sealed;
+  EXPECT_EQ(Call(&Stub::Seal, seal, &sealed).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  // A worker's token does not become a mover's by being presented with a daemon's certificate.
+  Become("acme");
+  v1::AttachReply worker;
+  ASSERT_TRUE(Attach(AttachRequest(), &worker).ok());
+  Become("daemon");
+  *seal.mutable_session() = worker.session();
+  EXPECT_EQ(Call(&Stub::Seal, seal, &sealed).error_code(), grpc::StatusCode::PERMISSION_DENIED);
+}
+
+TEST_F(PoolServiceTest, MatchEachNamesThePagesThatAreThere) {
+  const v1::SessionRef session = Attached();
+  testing::PutPage(arena_.get(), IdOf(session), 0);
+  testing::PutPage(arena_.get(), IdOf(session), 2);
+  v1::MatchRequest match;
+  *match.mutable_session() = session;
+  *match.mutable_pages() = Pages({0, 1, 2});
+  match.add_shards(0);
+  match.set_each(true);
+  v1::MatchReply matched;
+  ASSERT_TRUE(Call(&Stub::Match, match, &matched).ok());
+  EXPECT_EQ(matched.num_pages(), 2u);
+  EXPECT_THAT(matched.pages(), ::testing::ElementsAre(0, 2));
+  EXPECT_EQ(matched.slots_size(), 2);
+}
+
+TEST_F(PoolServiceTest, OnceItHasDrainedNothingIsLeasedAnyMore) {
+  const v1::SessionRef session = Attached();
+  testing::PutPage(arena_.get(), IdOf(session), 0);
+  pool_->StartDraining("maintenance");
+  v1::MatchRequest match;
+  *match.mutable_session() = session;
+  *match.mutable_pages() = Pages({0});
+  match.add_shards(0);
+  v1::MatchReply matched;
+  EXPECT_TRUE(Call(&Stub::Match, match, &matched).ok()) << "while it drains its pages are served";
+  pool_->StopLeasing();
+  match.set_request_id(2);
+  EXPECT_EQ(Call(&Stub::Match, match, &matched).error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
 }  // namespace
 }  // namespace kvd

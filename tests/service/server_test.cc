@@ -15,7 +15,7 @@
 #include <sstream>
 #include <thread>
 
-#include "client/ingest_channel.h"
+#include "proto/ingest_channel.h"
 #include "proto/address.h"
 #include "proto/pool.grpc.pb.h"
 #include "tests/service/http_get.h"

@@ -48,7 +48,7 @@ bool HaveDaemonBinary() { return access(KVD_DAEMON_BINARY, X_OK) == 0; }
 
 locks_kvd::v1::DaemonConfig MakeConfig(const DaemonSpec& spec, const std::string& dir) {
   locks_kvd::v1::DaemonConfig config;
-  config.mutable_control()->set_address(absl::StrCat("127.0.0.1:", spec.port));
+  config.mutable_control()->set_address(absl::StrCat(spec.host, ":", spec.port));
   if (spec.shared_path) config.mutable_data()->set_socket_dir(absl::StrCat(dir, "/socket"));
   config.mutable_data()->set_ucx(spec.ucx);
   locks_kvd::v1::ArenaConfig& arena = *config.add_arenas();
@@ -74,7 +74,14 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const Daemon
 
 absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(
     std::unique_ptr<TempDir> dir, const locks_kvd::v1::DaemonConfig& config) {
+  return StartUnder({}, std::move(dir), config);
+}
+
+absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::StartUnder(
+    std::vector<std::string> prefix, std::unique_ptr<TempDir> dir,
+    const locks_kvd::v1::DaemonConfig& config) {
   auto daemon = std::unique_ptr<DaemonProcess>(new DaemonProcess());
+  daemon->prefix_ = std::move(prefix);
   daemon->dir_ = std::move(dir);
   daemon->config_ = config;
   KVD_RETURN_IF_ERROR(daemon->Launch());
@@ -100,14 +107,16 @@ absl::Status DaemonProcess::Launch() {
   const int log = open(log_path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
   if (log < 0) return absl::InternalError(absl::StrCat("cannot open ", log_path));
   const std::string flag = absl::StrCat("--config=", config_path);
-  std::array<char*, 3> argv = {const_cast<char*>(KVD_DAEMON_BINARY),
-                               const_cast<char*>(flag.c_str()), nullptr};
+  std::vector<char*> argv;
+  for (const std::string& word : prefix_) argv.push_back(const_cast<char*>(word.c_str()));
+  for (const char* word : {KVD_DAEMON_BINARY, flag.c_str()}) argv.push_back(const_cast<char*>(word));
+  argv.push_back(nullptr);
   pid_ = fork();
   if (pid_ == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that crashes or is killed leaves no daemon behind
     dup2(log, STDOUT_FILENO);
     dup2(log, STDERR_FILENO);
-    execv(argv[0], argv.data());
+    execvp(argv[0], argv.data());
     _exit(127);
   }
   close(log);

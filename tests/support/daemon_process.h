@@ -46,6 +46,7 @@ struct DaemonSpec {
   uint32_t session_ttl_ms = 1000;
   uint32_t quarantine_ms = 0;  // 0: the session TTL
   int port = 0;                // of the control plane; 0: any
+  std::string host = "127.0.0.1";
 };
 
 // What a daemon of `spec` is configured with; files go to `dir`. Change it before Start where a
@@ -54,6 +55,10 @@ locks_kvd::v1::DaemonConfig MakeConfig(const DaemonSpec& spec, const std::string
 
 class DaemonProcess {
  public:
+  // What runs the binary, before its own path: {"ip", "netns", "exec", "d1"}. It must keep the process id.
+  static absl::StatusOr<std::unique_ptr<DaemonProcess>> StartUnder(
+      std::vector<std::string> prefix, std::unique_ptr<TempDir> dir,
+      const locks_kvd::v1::DaemonConfig& config);
   // Writes the configuration, starts the binary, waits until its ready file is there.
   // kDeadlineExceeded or kInternal with the end of its log if it does not come up.
   static absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(const DaemonSpec& spec);
@@ -89,6 +94,7 @@ class DaemonProcess {
   // Non-blocking; forgets the process if it ended.
   bool Reap();
 
+  std::vector<std::string> prefix_;
   std::unique_ptr<TempDir> dir_;
   locks_kvd::v1::DaemonConfig config_;
   locks_kvd::v1::ReadyFile ready_;

@@ -105,7 +105,8 @@ class SystemWorker {
     }
     std::vector<PlacedPage> placed;
     for (const PageVersion& version : versions) {
-      placed.push_back({KeyOf(version.page), static_cast<uint32_t>(version.page % 1000), 0});
+      const PageKey key = KeyOf(version.page);
+      placed.push_back({key, static_cast<uint32_t>(version.page % 1000), 0, PlacementWord(key)});
     }
     return writer_->Write(view, placed,
                           [&](size_t i, int layer, int head, uint8_t* unit) {

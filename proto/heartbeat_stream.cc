@@ -1,4 +1,4 @@
-#include "client/heartbeat_stream.h"
+#include "proto/heartbeat_stream.h"
 
 #include <utility>
 

@@ -4,8 +4,8 @@
 // Lifetime: the owner calls End before it destroys the stream. A hold keeps the call open for Ping
 // until then, so that no write can meet a finished call.
 
-#ifndef LOCKS_KVD_CLIENT_HEARTBEAT_STREAM_H_
-#define LOCKS_KVD_CLIENT_HEARTBEAT_STREAM_H_
+#ifndef LOCKS_KVD_PROTO_HEARTBEAT_STREAM_H_
+#define LOCKS_KVD_PROTO_HEARTBEAT_STREAM_H_
 
 #include <chrono>
 #include <condition_variable>
@@ -61,4 +61,4 @@ class HeartbeatStream final
 
 }  // namespace kvd
 
-#endif  // LOCKS_KVD_CLIENT_HEARTBEAT_STREAM_H_
+#endif  // LOCKS_KVD_PROTO_HEARTBEAT_STREAM_H_

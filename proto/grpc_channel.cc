@@ -1,4 +1,4 @@
-#include "client/grpc_channel.h"
+#include "proto/grpc_channel.h"
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>

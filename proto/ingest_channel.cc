@@ -1,4 +1,4 @@
-#include "client/ingest_channel.h"
+#include "proto/ingest_channel.h"
 
 #include <algorithm>
 #include <chrono>
@@ -46,16 +46,16 @@ absl::Status FromWire(WireStatus status) {
 
 class IngestChannel::Impl final : public UcxReceiver {
  public:
-  explicit Impl(size_t unit_bytes)
-      : unit_bytes_(unit_bytes),
-        units_per_message_(std::clamp<size_t>(kMessageBytes / (unit_bytes + sizeof(IngestEntry)), 1, 65536)) {
+  explicit Impl(size_t unit_bytes) : unit_bytes_(unit_bytes) {
     for (Message& message : messages_) {
       message.impl = this;
-      message.bytes.Reserve(units_per_message_ * (unit_bytes_ + sizeof(IngestEntry)));
+      message.bytes.Reserve(kMessageBytes);
     }
   }
 
-  absl::Status Send(std::span<const IngestUnit> units, absl::Duration timeout);
+  size_t unit_bytes() const { return unit_bytes_; }
+  // Items of `item_bytes` each.
+  absl::Status Send(std::span<const IngestUnit> items, size_t item_bytes, uint8_t flags, absl::Duration timeout);
   void Shutdown();
   void OnMessage(const MessageHeader& header, UcxPayload& payload) override;
   bool Idle() {
@@ -90,12 +90,11 @@ class IngestChannel::Impl final : public UcxReceiver {
   absl::Status Await(bool (Impl::*condition)() const, std::unique_lock<std::mutex>& lock, Steady::time_point deadline);
   void Count(const Message& message);
 
-  void Fill(Message& message, std::span<const IngestUnit> units, size_t first);
+  void Fill(Message& message, std::span<const IngestUnit> items, size_t item_bytes, size_t first);
   void OnSent(Message& message, bool ok);
   void OnAcknowledged(Message& message, bool ok);
 
   const size_t unit_bytes_;
-  const size_t units_per_message_;
   std::mutex turn_;   // one Send at a time; taken before mutex_
   std::mutex mutex_;  // guards what follows, except a message's bytes while it is busy
   std::condition_variable changed_;
@@ -131,21 +130,24 @@ absl::Status IngestChannel::Impl::Await(bool (Impl::*condition)() const, std::un
   return absl::OkStatus();
 }
 
-void IngestChannel::Impl::Fill(Message& message, std::span<const IngestUnit> units, size_t first) {
+void IngestChannel::Impl::Fill(Message& message, std::span<const IngestUnit> items, size_t item_bytes,
+                               size_t first) {
+  const size_t per_message = std::clamp<size_t>(kMessageBytes / (item_bytes + sizeof(IngestEntry)), 1, 65536);
   message.first_unit = first;
-  message.num_units = std::min(units_per_message_, units.size() - first);
-  message.size = message.num_units * (sizeof(IngestEntry) + unit_bytes_);
-  uint8_t* entry = message.bytes.data();
-  uint8_t* unit = entry + message.num_units * sizeof(IngestEntry);
-  for (size_t i = 0; i < message.num_units; ++i, entry += sizeof(IngestEntry), unit += unit_bytes_) {
-    const IngestUnit& source = units[first + i];
+  message.num_units = std::min(per_message, items.size() - first);
+  message.size = message.num_units * (sizeof(IngestEntry) + item_bytes);
+  uint8_t* entry = message.bytes.Reserve(message.size);
+  uint8_t* item = entry + message.num_units * sizeof(IngestEntry);
+  for (size_t i = 0; i < message.num_units; ++i, entry += sizeof(IngestEntry), item += item_bytes) {
+    const IngestUnit& source = items[first + i];
     const IngestEntry filled = {source.ticket, source.layer, source.head, 0};
     std::memcpy(entry, &filled, sizeof(filled));
-    std::memcpy(unit, source.bytes, unit_bytes_);
+    std::memcpy(item, source.bytes, item_bytes);
   }
 }
 
-absl::Status IngestChannel::Impl::Send(std::span<const IngestUnit> units, absl::Duration timeout) {
+absl::Status IngestChannel::Impl::Send(std::span<const IngestUnit> units, size_t item_bytes, uint8_t flags,
+                                       absl::Duration timeout) {
   const auto deadline = Steady::now() + absl::ToChronoNanoseconds(timeout);
   const std::lock_guard<std::mutex> turn(turn_);
   std::unique_lock<std::mutex> lock(mutex_);
@@ -160,7 +162,8 @@ absl::Status IngestChannel::Impl::Send(std::span<const IngestUnit> units, absl::
     message.waiting = true;
     message.header = link_->Header(MessageType::kIngest, ++number_);
     lock.unlock();  // the message is this thread's until it is posted
-    Fill(message, units, first);
+    Fill(message, units, item_bytes, first);
+    message.header.flags = flags;
     message.header.count = static_cast<uint32_t>(message.num_units);
     first += message.num_units;
     link_->worker()->Post(message);
@@ -263,7 +266,12 @@ IngestChannel::~IngestChannel() {
 }
 
 absl::Status IngestChannel::Send(std::span<const IngestUnit> units, absl::Duration timeout) {
-  return impl_->Send(units, timeout);
+  return impl_->Send(units, impl_->unit_bytes(), 0, timeout);
+}
+
+absl::Status IngestChannel::SendRecords(std::span<const IngestUnit> records, size_t record_bytes,
+                                        absl::Duration timeout) {
+  return impl_->Send(records, record_bytes, kFlagSummaries, timeout);
 }
 bool IngestChannel::failed() const { return impl_->link_->failed(); }
 void IngestChannel::Shutdown() { impl_->Shutdown(); }

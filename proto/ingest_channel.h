@@ -5,8 +5,8 @@
 // acknowledged that it stored it.
 // Thread safety: safe; calls on one channel take turns.
 
-#ifndef LOCKS_KVD_CLIENT_INGEST_CHANNEL_H_
-#define LOCKS_KVD_CLIENT_INGEST_CHANNEL_H_
+#ifndef LOCKS_KVD_PROTO_INGEST_CHANNEL_H_
+#define LOCKS_KVD_PROTO_INGEST_CHANNEL_H_
 
 #include <cstdint>
 #include <memory>
@@ -21,7 +21,8 @@
 
 namespace kvd {
 
-// One unit to store. `bytes` is unit_bytes long, in unit layout, and must live until Send returns.
+// One unit to store, or a slot's records. `bytes` is unit_bytes or record_bytes long and must live until the call
+// returns.
 struct IngestUnit {
   uint64_t ticket;  // of Reserve
   uint16_t layer;
@@ -44,6 +45,10 @@ class IngestChannel {
   // kAborted: the session is gone; kUnavailable: the daemon is; kResourceExhausted; kDeadlineExceeded.
   absl::Status Send(std::span<const IngestUnit> units, absl::Duration timeout);
 
+  // The same for all records of each ticket's slot (SlotLayout::summary_bytes(); layer and head are 0). Mover
+  // sessions only: others get kInvalidArgument.
+  absl::Status SendRecords(std::span<const IngestUnit> records, size_t record_bytes, absl::Duration timeout);
+
   // True once the connection is beyond repair: only another session helps. Any thread.
   bool failed() const;
 
@@ -58,4 +63,4 @@ class IngestChannel {
 
 }  // namespace kvd
 
-#endif  // LOCKS_KVD_CLIENT_INGEST_CHANNEL_H_
+#endif  // LOCKS_KVD_PROTO_INGEST_CHANNEL_H_

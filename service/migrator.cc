@@ -1,0 +1,267 @@
+#include "service/migrator.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "kernels/checksum.h"
+#include "proto/status.h"
+#include "service/log_setup.h"
+#include "spdlog/spdlog.h"
+
+namespace kvd {
+namespace {
+
+// Bytes of one batch: its units are acknowledged before it is sealed, so it bounds what a failure repeats.
+constexpr size_t kBatchBytes = size_t{16} << 20;
+// A member that refused or failed is left alone for this long; a drain goes to the next owner at once.
+constexpr absl::Duration kRefusedFor = absl::Seconds(10);
+
+uint64_t NameHash(const std::string& name) { return Checksum64(name.data(), name.size()); }
+
+}  // namespace
+
+Migrator::Migrator(MigratorOptions options, std::vector<std::shared_ptr<Arena>> arenas,
+                   const Membership* membership, MoveCounters* counters)
+    : options_(std::move(options)), arenas_(std::move(arenas)), membership_(membership), counters_(counters) {
+  for (const auto& arena : arenas_) marks_.emplace_back(arena->memory().shape().num_slots);
+  thread_ = std::thread([this] { Loop(); });
+}
+
+Migrator::~Migrator() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+bool Migrator::Stopping() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return stopping_;
+}
+
+void Migrator::Loop() {
+  while (true) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_for(lock, absl::ToChronoNanoseconds(options_.interval), [this] { return stopping_; });
+      if (stopping_) return;
+    }
+    // Problems are logged where they are met; the next round tries again.
+    (void)Round(draining_.load(), [this] { return !Stopping(); });
+  }
+}
+
+Migrator::DrainResult Migrator::Drain(absl::Duration limit, const std::function<bool()>& go_on) {
+  draining_.store(true);
+  DrainResult result;
+  const absl::Duration end = clock_.Now() + limit;
+  const auto in_time = [&] { return go_on() && clock_.Now() < end; };
+  uint64_t moved_before = 0;
+  {
+    const std::lock_guard<std::mutex> lock(round_mutex_);
+    moved_before = moved_;
+    refused_.clear();
+  }
+  while (true) {
+    result.problem = Round(/*draining=*/true, in_time);
+    const std::lock_guard<std::mutex> lock(round_mutex_);
+    const Plan left = MakePlan(*membership_->View(), /*draining=*/true);
+    result.left = 0;
+    for (const auto& [unused, wanted] : left.copies) result.left += wanted.size();
+    result.moved = moved_ - moved_before;
+    if (left.copies.empty() || !in_time()) break;
+    SleepBriefly();  // somebody else is writing what is left
+  }
+  if (result.left == 0) {
+    // Nobody else is in the pool, or every page is placed: pages without a destination are counted.
+    const std::lock_guard<std::mutex> lock(round_mutex_);
+    for (size_t a = 0; a < arenas_.size(); ++a) {
+      for (const SealedCopy& page : arenas_[a]->SealedPages()) {
+        const Mark& mark = marks_[a][page.location.slot];
+        const bool held = mark.generation == page.location.generation && mark.holders[0] != 0;
+        result.left += held ? 0 : 1;
+      }
+    }
+  }
+  return result;
+}
+
+void Migrator::SleepBriefly() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait_for(lock, std::chrono::milliseconds(20), [this] { return stopping_; });
+}
+
+bool Migrator::IsKnown(const Mark& mark, const SealedCopy& page, uint64_t name, bool draining) const {
+  const bool believed = draining || clock_.Now() - mark.asked < Believed();
+  return believed && mark.generation == page.location.generation &&
+         (mark.holders[0] == name || mark.holders[1] == name);
+}
+
+void Migrator::Remember(const Wanted& wanted, uint64_t name) {
+  Mark& mark = marks_[wanted.arena][wanted.page.location.slot];
+  const absl::Duration now = clock_.Now();
+  if (mark.generation != wanted.page.location.generation || now - mark.asked >= Believed()) {
+    mark = {.generation = wanted.page.location.generation, .holders = {}, .asked = now};
+  }
+  if (mark.holders[0] == name || mark.holders[1] == name) return;
+  mark.holders[mark.holders[0] == 0 ? 0 : 1] = name;
+}
+
+Migrator::Plan Migrator::MakePlan(const MembershipView& view, bool draining) {
+  std::vector<Member> members;
+  const absl::Duration now = clock_.Now();
+  for (const Member& member : view.members) {
+    if (draining && member.name == options_.self) continue;
+    const auto refused = refused_.find(member.name);
+    if (draining && refused != refused_.end() && now < refused->second) continue;
+    members.push_back(member);
+  }
+  std::vector<PlacedMember> placed;
+  placed.reserve(members.size());
+  for (const Member& member : members) placed.push_back({member.name, member.weight});
+  Plan plan;
+  plan.drops.resize(arenas_.size());
+  const bool is_member = std::any_of(view.members.begin(), view.members.end(),
+                                     [&](const Member& member) { return member.name == options_.self; });
+  // Who is not (yet) in the view keeps what it has: a wrong name must not empty a daemon.
+  if (members.empty() || (!is_member && !draining)) return plan;
+  const Placement placement(placed);
+  for (size_t a = 0; a < arenas_.size(); ++a) {
+    for (const SealedCopy& page : arenas_[a]->SealedPages()) {
+      PlanPage(a, page, placement, members, draining, &plan);
+    }
+  }
+  std::erase_if(plan.copies, [&](const auto& entry) {
+    const auto refused = refused_.find(entry.first);
+    return refused != refused_.end() && now < refused->second;
+  });
+  return plan;
+}
+
+void Migrator::PlanPage(size_t arena, const SealedCopy& page, const Placement& placement,
+                        const std::vector<Member>& members, bool draining, Plan* plan) {
+  std::vector<int> owners;
+  placement.Owners(page.word, options_.replicas, &owners);
+  const bool mine = std::any_of(owners.begin(), owners.end(), [&](int owner) {
+    return members[static_cast<size_t>(owner)].name == options_.self;
+  });
+  if (!mine && !draining && !options_.rebalance) return;
+  const MoveReason reason =
+      draining ? MoveReason::kDrain : (mine ? MoveReason::kReplica : MoveReason::kRebalance);
+  const Mark& mark = marks_[arena][page.location.slot];
+  bool settled = true;
+  for (const int owner : owners) {
+    const std::string& name = members[static_cast<size_t>(owner)].name;
+    if (name == options_.self || IsKnown(mark, page, NameHash(name), draining)) continue;
+    plan->copies[name].push_back({arena, page, reason});
+    settled = false;
+  }
+  // In a drain the pages stay to be served until the process ends.
+  const bool drop = settled && !mine && !draining && clock_.Now() - mark.asked >= options_.grace;
+  if (drop) plan->drops[arena].push_back(page.location);
+}
+
+absl::Status Migrator::Round(bool draining, const std::function<bool()>& go_on) {
+  const std::lock_guard<std::mutex> lock(round_mutex_);
+  const auto view = membership_->View();
+  absl::Status status;
+  const Plan plan = MakePlan(*view, draining);
+  for (size_t a = 0; a < arenas_.size(); ++a) arenas_[a]->DropIdle(plan.drops[a]);
+  for (const auto& [name, wanted] : plan.copies) {
+    if (!go_on()) break;
+    const auto to = std::find_if(view->members.begin(), view->members.end(),
+                                 [&name = name](const Member& member) { return member.name == name; });
+    const absl::Status done = Execute(*to, wanted, draining, go_on);
+    if (done.ok()) {
+      complained_.erase(name);
+      continue;
+    }
+    refused_[name] = clock_.Now() + kRefusedFor;
+    counters_->aborted[static_cast<size_t>(wanted[0].reason)].Add();
+    Complain(name, done);
+    status.Update(done);
+  }
+  return status;
+}
+
+absl::Status Migrator::Execute(const Member& to, std::span<const Wanted> wanted, bool draining,
+                               const std::function<bool()>& go_on) {
+  KVD_ASSIGN_OR_RETURN(UcxWorker* const worker, Worker());
+  // By arena and shard: a call names one shard of one arena.
+  std::vector<Wanted> sorted(wanted.begin(), wanted.end());
+  std::stable_sort(sorted.begin(), sorted.end(), [](const Wanted& a, const Wanted& b) {
+    return std::pair(a.arena, a.page.page.shard) < std::pair(b.arena, b.page.page.shard);
+  });
+  std::unique_ptr<PeerSession> session;
+  size_t session_arena = 0;
+  for (size_t at = 0; at < sorted.size();) {
+    if (!go_on()) return absl::OkStatus();
+    const Wanted& first = sorted[at];
+    Arena& arena = *arenas_[first.arena];
+    if (session == nullptr || session_arena != first.arena) {
+      session.reset();
+      KVD_ASSIGN_OR_RETURN(session,
+                           PeerSession::Open(to.address, options_.tls, &arena, worker, options_.timeout));
+      session_arena = first.arena;
+    }
+    const SlotLayout& slot = arena.memory().shape().slot;
+    const size_t most = std::max<size_t>(1, kBatchBytes / (slot.slot_bytes() + slot.summary_bytes()));
+    size_t end = at;
+    while (end < sorted.size() && end - at < most && sorted[end].arena == first.arena &&
+           sorted[end].page.page.shard == first.page.page.shard) {
+      ++end;
+    }
+    KVD_RETURN_IF_ERROR(CopyRun(*session, to.name, std::span(sorted).subspan(at, end - at), draining));
+    at = end;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Migrator::CopyRun(PeerSession& session, const std::string& to, std::span<const Wanted> run,
+                               bool draining) {
+  std::vector<SealedCopy> pages;
+  for (const Wanted& wanted : run) pages.push_back(wanted.page);
+  std::vector<CopyOutcome> outcomes(run.size());
+  uint64_t bytes = 0;
+  const absl::Duration start = clock_.Now();
+  const absl::Status status = session.Copy(pages, outcomes, &bytes);
+  const auto reason = static_cast<size_t>(run[0].reason);
+  const uint64_t name = NameHash(to);
+  for (size_t i = 0; i < run.size(); ++i) {
+    if (outcomes[i] != CopyOutcome::kCopied && outcomes[i] != CopyOutcome::kHadIt) continue;
+    Remember(run[i], name);
+    if (outcomes[i] == CopyOutcome::kCopied) {
+      counters_->pages[reason].Add();
+      ++moved_;
+    }
+  }
+  counters_->bytes[reason].Add(bytes);
+  if (!draining && options_.bytes_per_second > 0 && bytes > 0) {
+    const absl::Duration least =
+        absl::Seconds(static_cast<double>(bytes) / static_cast<double>(options_.bytes_per_second));
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, absl::ToChronoNanoseconds(least - (clock_.Now() - start)),
+                      [this] { return stopping_ || draining_.load(); });
+  }
+  return status;
+}
+
+absl::StatusOr<UcxWorker*> Migrator::Worker() {
+  if (worker_ == nullptr) {
+    KVD_ASSIGN_OR_RETURN(worker_, UcxWorker::Make(options_.ucx));
+  }
+  return worker_.get();
+}
+
+// Once, until the member's state changes.
+void Migrator::Complain(const std::string& to, const absl::Status& status) {
+  const auto [entry, is_new] = complained_.try_emplace(to, status.code());
+  if (!is_new && entry->second == status.code()) return;
+  entry->second = status.code();
+  spdlog::warn("move_failed to={} reason={}", LogQuote(to), LogQuote(status.message()));
+}
+
+}  // namespace kvd
