@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kPagesPerMatch = 65536;
 constexpr size_t kSlotsPerRelease = 131072;
 // Former placements that are remembered.
-constexpr size_t kMaxFormer = 4;
+constexpr size_t kMaxFormer = 8;
 
 uint64_t RandomId() {
   std::random_device random;

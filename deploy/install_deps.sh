@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 apt_packages=(
   g++ cmake ninja-build ccache git pkg-config ca-certificates patchelf
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev libssl-dev
-  libucx-dev libcivetweb-dev libspdlog-dev libhwy-dev libeigen3-dev
+  libucx-dev prometheus-cpp-dev libcivetweb-dev libspdlog-dev libhwy-dev libeigen3-dev
   libgtest-dev libgmock-dev libbenchmark-dev openssl python3 python3-venv
 )
 # English text for the trace: perl's manual (perl-doc) is long, plain and freely licensed.

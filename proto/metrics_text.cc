@@ -1,7 +1,12 @@
 #include "proto/metrics_text.h"
 
+#include <prometheus/client_metric.h>
+#include <prometheus/metric_family.h>
+#include <prometheus/text_serializer.h>
+
+#include <limits>
+
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "kernels/check.h"
@@ -37,12 +42,17 @@ std::vector<std::string> LabelNames(const char* labels) {
   return names;
 }
 
-std::string Escaped(absl::string_view value) {
-  return absl::StrReplaceAll(value, {{"\\", "\\\\"}, {"\"", "\\\""}, {"\n", "\\n"}});
+prometheus::MetricType TypeOf(MetricType type) {
+  switch (type) {
+    case MetricType::kCounter:
+      return prometheus::MetricType::Counter;
+    case MetricType::kGauge:
+      return prometheus::MetricType::Gauge;
+    case MetricType::kHistogram:
+      break;
+  }
+  return prometheus::MetricType::Histogram;
 }
-
-// Whole numbers below 10^15 stay whole.
-std::string Number(double value) { return absl::StrFormat("%.15g", value); }
 
 }  // namespace
 
@@ -68,57 +78,59 @@ double LatencyHistogram::sum_seconds() const {
   return static_cast<double>(sum_ns_.load(std::memory_order_relaxed)) * 1e-9;
 }
 
+struct MetricsText::Families {
+  std::vector<prometheus::MetricFamily> list;    // parallel to the table
+  std::vector<std::vector<std::string>> labels;  // names
+};
+
+struct MetricsText::Series {
+  prometheus::ClientMetric& metric;
+};
+
 MetricsText::MetricsText(const char* prefix, std::span<const MetricInfo> table)
-    : prefix_(prefix), table_(table) {
-  for (const MetricInfo& info : table) families_.push_back({LabelNames(info.labels), ""});
+    : table_(table), families_(std::make_unique<Families>()) {
+  for (const MetricInfo& info : table) {
+    families_->list.push_back({absl::StrCat(prefix, info.name), info.help, TypeOf(info.type), {}});
+    families_->labels.push_back(LabelNames(info.labels));
+  }
 }
 
-size_t MetricsText::Find(absl::string_view name, MetricType type, size_t num_labels) const {
+MetricsText::~MetricsText() = default;
+
+MetricsText::Series MetricsText::Add(absl::string_view name, MetricType type, LabelValues labels) {
   size_t i = 0;
   while (i < table_.size() && name != table_[i].name) ++i;
   KVD_CHECK(i < table_.size() && table_[i].type == type);
-  KVD_CHECK(families_[i].labels.size() == num_labels);
-  return i;
-}
-
-void MetricsText::Line(size_t family, absl::string_view suffix, LabelValues labels,
-                       absl::string_view le, absl::string_view value) {
-  std::string& out = families_[family].series;
-  absl::StrAppend(&out, prefix_, table_[family].name, suffix);
-  char before = '{';
-  auto name = families_[family].labels.begin();
-  for (const absl::string_view label : labels) {
-    absl::StrAppend(&out, absl::string_view(&before, 1), *name++, "=\"", Escaped(label), "\"");
-    before = ',';
+  const std::vector<std::string>& names = families_->labels[i];
+  KVD_CHECK(names.size() == labels.size());
+  prometheus::ClientMetric& metric = families_->list[i].metric.emplace_back();
+  for (size_t n = 0; n < names.size(); ++n) {
+    metric.label.push_back({names[n], std::string(labels.begin()[n])});
   }
-  if (!le.empty()) {
-    absl::StrAppend(&out, absl::string_view(&before, 1), "le=\"", le, "\"");
-    before = ',';
-  }
-  absl::StrAppend(&out, before == ',' ? "} " : " ", value, "\n");
+  return {metric};
 }
 
 void MetricsText::Count(absl::string_view name, LabelValues labels, uint64_t value) {
-  Line(Find(name, MetricType::kCounter, labels.size()), "", labels, "", absl::StrCat(value));
+  Add(name, MetricType::kCounter, labels).metric.counter.value = static_cast<double>(value);
 }
 
 void MetricsText::Level(absl::string_view name, LabelValues labels, double value) {
-  Line(Find(name, MetricType::kGauge, labels.size()), "", labels, "", Number(value));
+  Add(name, MetricType::kGauge, labels).metric.gauge.value = value;
 }
 
 void MetricsText::Histogram(absl::string_view name, LabelValues labels,
                             std::span<const double> bounds, std::span<const uint64_t> counts,
                             double sum) {
   KVD_CHECK(counts.size() == bounds.size() + 1);
-  const size_t family = Find(name, MetricType::kHistogram, labels.size());
+  auto& histogram = Add(name, MetricType::kHistogram, labels).metric.histogram;
   uint64_t cumulative = 0;
   for (size_t i = 0; i < counts.size(); ++i) {
     cumulative += counts[i];
-    const std::string le = i < bounds.size() ? absl::StrFormat("%g", bounds[i]) : "+Inf";
-    Line(family, "_bucket", labels, le, absl::StrCat(cumulative));
+    const double bound = i < bounds.size() ? bounds[i] : std::numeric_limits<double>::infinity();
+    histogram.bucket.push_back({cumulative, bound});
   }
-  Line(family, "_sum", labels, "", Number(sum));
-  Line(family, "_count", labels, "", absl::StrCat(cumulative));
+  histogram.sample_count = cumulative;
+  histogram.sample_sum = sum;
 }
 
 void MetricsText::Latency(absl::string_view name, LabelValues labels,
@@ -127,15 +139,11 @@ void MetricsText::Latency(absl::string_view name, LabelValues labels,
 }
 
 std::string MetricsText::Text() const {
-  std::string text;
-  for (size_t i = 0; i < table_.size(); ++i) {
-    if (families_[i].series.empty()) continue;
-    const MetricInfo& info = table_[i];
-    absl::StrAppend(&text, "# HELP ", prefix_, info.name, " ", info.help, "\n");
-    absl::StrAppend(&text, "# TYPE ", prefix_, info.name, " ", TypeName(info.type), "\n");
-    absl::StrAppend(&text, families_[i].series);
+  std::vector<prometheus::MetricFamily> filled;
+  for (const prometheus::MetricFamily& family : families_->list) {
+    if (!family.metric.empty()) filled.push_back(family);
   }
-  return text;
+  return prometheus::TextSerializer().Serialize(filled);
 }
 
 std::string MetricsMarkdown(const char* prefix, std::span<const MetricInfo> table) {

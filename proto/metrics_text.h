@@ -2,9 +2,8 @@
 // buckets, and the text format (version 0.0.4) written from a table of families.
 //
 // Why a table: name, type, labels and meaning of each family stand in one place, from which the
-// endpoint, deploy/docs/metrics.md and their test come. Why our own writer: the client library
-// binds no port and carries no metrics library, and two writers would be two contracts.
-// Labels are bounded: no page keys, no sessions. Thread safety: Counter and LatencyHistogram are
+// endpoint, deploy/docs/metrics.md and their test come. The text itself is written by prometheus-cpp; counting is ours,
+// because its Histogram::Observe takes a mutex. Labels are bounded: no page keys, no sessions. Thread safety: Counter and LatencyHistogram are
 // safe; a MetricsText belongs to one thread.
 
 #ifndef LOCKS_KVD_PROTO_METRICS_TEXT_H_
@@ -15,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -71,6 +71,7 @@ class MetricsText {
   // Both outlive it. Families are written in the order of the table; one without series is left
   // out.
   MetricsText(const char* prefix, std::span<const MetricInfo> table);
+  ~MetricsText();
 
   // Add one series to a family. `labels`: one value for each label of the family, in its order.
   // REQUIRES: the table has the family, with that type and that many labels.
@@ -85,17 +86,12 @@ class MetricsText {
   std::string Text() const;
 
  private:
-  struct Family {
-    std::vector<std::string> labels;
-    std::string series;  // lines
-  };
-  size_t Find(absl::string_view name, MetricType type, size_t num_labels) const;
-  void Line(size_t family, absl::string_view suffix, LabelValues labels, absl::string_view le,
-            absl::string_view value);
+  struct Families;  // of prometheus-cpp
+  struct Series;
+  Series Add(absl::string_view name, MetricType type, LabelValues labels);
 
-  const std::string prefix_;
   const std::span<const MetricInfo> table_;
-  std::vector<Family> families_;  // parallel to the table
+  const std::unique_ptr<Families> families_;
 };
 
 // The table as deploy/docs/metrics.md shows it: a Markdown table, one line a family.

@@ -140,7 +140,7 @@ struct MetricsSnapshot {
   uint64_t uds_malformed = 0;
   const LatencyHistogram* ucx_stalls = nullptr;  // null without UCX
   // The pool that the daemon belongs to; none: it is alone.
-  std::optional<MembershipFigures> membership;
+  MembershipFigures membership;  // nothing counted if the daemon is alone
   uint64_t members = 0;
   // Certificate file and when it expires, seconds since 1970.
   std::vector<std::pair<std::string, double>> cert_expiry_seconds;

@@ -76,11 +76,11 @@ constexpr MetricInfo kTable[] = {
     {"cert_expiry_timestamp_seconds", kGauge, "cert",
      "When a certificate file expires, since 1970; with TLS only."},
     {"members", kGauge, "state=listed",
-     "Members of the pool in the view in force; in a pool only."},
+     "Members of the pool in the view in force; 0 of a daemon alone."},
     {"membership_updates_total", kCounter, "result=accepted|refused",
-     "Answers of the source of members: those that became a view, and bad ones; in a pool only."},
+     "Answers of the source of members: those that became a view, and bad ones."},
     {"membership_age_seconds", kGauge, "",
-     "Time since the last good answer, 0 of a static list; in a pool only."},
+     "Time since the last good answer, 0 of a static list or a daemon alone."},
     {"moved_pages_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx",
      "Pages that this daemon copied to others."},
     {"moved_bytes_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx",
@@ -236,11 +236,10 @@ void AddPool(const MoveCounters& moves, const MetricsSnapshot& s, MetricsText* o
     out->Count("moved_bytes_total", {kMoveNames[i], "ucx"}, moves.bytes[i].value());
     out->Count("moves_aborted_total", {kMoveNames[i], "ucx"}, moves.aborted[i].value());
   }
-  if (!s.membership.has_value()) return;
   out->Level("members", {"listed"}, static_cast<double>(s.members));
-  out->Count("membership_updates_total", {"accepted"}, s.membership->accepted);
-  out->Count("membership_updates_total", {"refused"}, s.membership->refused);
-  out->Level("membership_age_seconds", {}, absl::ToDoubleSeconds(s.membership->age));
+  out->Count("membership_updates_total", {"accepted"}, s.membership.accepted);
+  out->Count("membership_updates_total", {"refused"}, s.membership.refused);
+  out->Level("membership_age_seconds", {}, absl::ToDoubleSeconds(s.membership.age));
 }
 
 void AddControlPlane(const Metrics& m, MetricsText* out) {

@@ -17,6 +17,10 @@ constexpr size_t kBatchBytes = size_t{16} << 20;
 // A member that refused or failed is left alone for this long; a drain goes to the next owner at once.
 constexpr absl::Duration kRefusedFor = absl::Seconds(10);
 
+bool IsUnreachable(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) || absl::IsAborted(status);
+}
+
 uint64_t NameHash(const std::string& name) { return Checksum64(name.data(), name.size()); }
 
 }  // namespace
@@ -110,13 +114,19 @@ void Migrator::Remember(const Wanted& wanted, uint64_t name) {
   mark.holders[mark.holders[0] == 0 ? 0 : 1] = name;
 }
 
+const Migrator::Refusal* Migrator::RefusalOf(const std::string& name) const {
+  const auto found = refused_.find(name);
+  return found != refused_.end() && clock_.Now() < found->second.until ? &found->second : nullptr;
+}
+
 Migrator::Plan Migrator::MakePlan(const MembershipView& view, bool draining) {
+  // Clients place over the members that they reach: who is unreachable from here has no share for now. One that is
+  // full keeps its share, since clients look for it there, but a drain goes on to the next owner.
   std::vector<Member> members;
-  const absl::Duration now = clock_.Now();
   for (const Member& member : view.members) {
     if (draining && member.name == options_.self) continue;
-    const auto refused = refused_.find(member.name);
-    if (draining && refused != refused_.end() && now < refused->second) continue;
+    const Refusal* refusal = RefusalOf(member.name);
+    if (refusal != nullptr && (draining || refusal->unreachable)) continue;
     members.push_back(member);
   }
   std::vector<PlacedMember> placed;
@@ -134,10 +144,7 @@ Migrator::Plan Migrator::MakePlan(const MembershipView& view, bool draining) {
       PlanPage(a, page, placement, members, draining, &plan);
     }
   }
-  std::erase_if(plan.copies, [&](const auto& entry) {
-    const auto refused = refused_.find(entry.first);
-    return refused != refused_.end() && now < refused->second;
-  });
+  std::erase_if(plan.copies, [&](const auto& entry) { return RefusalOf(entry.first) != nullptr; });
   return plan;
 }
 
@@ -179,7 +186,7 @@ absl::Status Migrator::Round(bool draining, const std::function<bool()>& go_on) 
       complained_.erase(name);
       continue;
     }
-    refused_[name] = clock_.Now() + kRefusedFor;
+    refused_[name] = {clock_.Now() + kRefusedFor, IsUnreachable(done)};
     counters_->aborted[static_cast<size_t>(wanted[0].reason)].Add();
     Complain(name, done);
     status.Update(done);

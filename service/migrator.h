@@ -79,9 +79,16 @@ class Migrator {
     std::vector<std::vector<PageLocation>> drops;       // [arena] moved a grace ago
   };
 
+  struct Refusal {
+    absl::Duration until;  // not tried before
+    bool unreachable;      // gone or draining, as clients see it too; otherwise it is full, or has no such arena
+  };
+
   void Loop();
   bool Stopping();
   void SleepBriefly();
+  // The refusal of a member that stands, or null.
+  const Refusal* RefusalOf(const std::string& name) const;
   Plan MakePlan(const MembershipView& view, bool draining);
   void PlanPage(size_t arena, const SealedCopy& page, const Placement& placement,
                 const std::vector<Member>& members, bool draining, Plan* plan);
@@ -105,7 +112,7 @@ class Migrator {
   std::mutex round_mutex_;  // one round at a time; guards what follows
   std::unique_ptr<UcxWorker> worker_;
   std::vector<std::vector<Mark>> marks_;           // [arena][slot]
-  std::map<std::string, absl::Duration> refused_;  // members that are not tried before that time
+  std::map<std::string, Refusal> refused_;  // by member
   std::map<std::string, absl::StatusCode> complained_;
   uint64_t moved_ = 0;
 

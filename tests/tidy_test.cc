@@ -99,6 +99,7 @@ TEST(TidyTest, EachLibraryHasOneDoor) {
   const std::vector<std::pair<std::regex, std::regex>> doors = {
       {std::regex(R"(<uc[pst]/)"), std::regex(R"(^proto/ucx_|^bench/)")},
       {std::regex(R"(<spdlog/)"), std::regex(R"(^service/|^client/locksctl)")},
+      {std::regex(R"(<prometheus/)"), std::regex(R"(^proto/metrics_text\.cc)")},
       {std::regex(R"(<CivetServer|<civetweb)"), std::regex(R"(^service/metrics\.cc)")},
       {std::regex(R"(<openssl/)"), std::regex(R"(^proto/page_key\.cc|^service/auth\.cc)")},
       {std::regex(R"([<"]hwy/)"), std::regex(R"(^kernels/simd\.)")},

@@ -19,13 +19,10 @@ SCRAPED_S = 15
 
 # Families of the table that this pool cannot show, and why.
 NOT_HERE = {
-    "locks_kvd_cert_expiry_timestamp_seconds": "no TLS",
-    **{f"locks_kvd_{name}": "each daemon is alone" for name in ("members", "membership_updates_total", "membership_age_seconds")}}
+    "locks_kvd_cert_expiry_timestamp_seconds": "no TLS"}
 # Panels whose queries find nothing here, and why.
 EMPTY_PANELS = {
     "Days until certificates expire": "no TLS",
-    "Members": "each daemon is alone",
-    "Age of the list of members": "each daemon is alone",
     "Better paths not used, by reason": "shows increases only: the clients attach before the first scrape",
 }
 

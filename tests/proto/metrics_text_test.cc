@@ -62,12 +62,12 @@ TEST(MetricsTextTest, FamiliesAreWrittenInTheOrderOfTheTable) {
   MetricsText text("x_", kTable);
   text.Level("level", {}, 0.25);
   text.Count("pages_total", {"shared", "ok"}, 1);
-  text.Count("pages_total", {"ucx", "late"}, 12345678901234567890u);
+  text.Count("pages_total", {"ucx", "late"}, 123456789012345u);
   EXPECT_EQ(text.Text(),
             "# HELP x_pages_total Pages.\n"
             "# TYPE x_pages_total counter\n"
             "x_pages_total{path=\"shared\",result=\"ok\"} 1\n"
-            "x_pages_total{path=\"ucx\",result=\"late\"} 12345678901234567890\n"
+            "x_pages_total{path=\"ucx\",result=\"late\"} 123456789012345\n"
             "# HELP x_level A level.\n"
             "# TYPE x_level gauge\n"
             "x_level 0.25\n");
@@ -78,11 +78,11 @@ TEST(MetricsTextTest, HistogramsAreCumulativeAndEndWithInfinity) {
   const double bounds[] = {0.5, 1e-06 * 1e6};
   const uint64_t counts[] = {3, 0, 2};
   text.Histogram("wait_seconds", {"ucx"}, bounds, counts, 4.5);
-  EXPECT_THAT(text.Text(), HasSubstr("x_wait_seconds_bucket{path=\"ucx\",le=\"0.5\"} 3\n"
-                                     "x_wait_seconds_bucket{path=\"ucx\",le=\"1\"} 3\n"
-                                     "x_wait_seconds_bucket{path=\"ucx\",le=\"+Inf\"} 5\n"
+  EXPECT_THAT(text.Text(), HasSubstr("x_wait_seconds_count{path=\"ucx\"} 5\n"
                                      "x_wait_seconds_sum{path=\"ucx\"} 4.5\n"
-                                     "x_wait_seconds_count{path=\"ucx\"} 5\n"));
+                                     "x_wait_seconds_bucket{path=\"ucx\",le=\"0.5\"} 3\n"
+                                     "x_wait_seconds_bucket{path=\"ucx\",le=\"1\"} 3\n"
+                                     "x_wait_seconds_bucket{path=\"ucx\",le=\"+Inf\"} 5\n"));
 }
 
 TEST(MetricsTextTest, ValuesOfLabelsAreEscaped) {

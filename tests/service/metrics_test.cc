@@ -79,7 +79,6 @@ TEST_F(MetricsTest, EveryFamilyOfTheTableIsShownAndNoOther) {
   snapshot_.arenas = {arena};
   snapshot_.ucx_stalls = &stalls;
   snapshot_.cert_expiry_seconds = {{"server.pem", 2e9}};
-  snapshot_.membership.emplace();
   std::set<std::string> expected;
   for (const MetricInfo& info : DaemonMetrics()) {
     EXPECT_TRUE(expected.insert(std::string(kDaemonPrefix) + info.name).second) << info.name;
