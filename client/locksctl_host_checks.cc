@@ -12,9 +12,11 @@
 #include <system_error>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "client/locksctl_tool.h"
 
@@ -101,13 +103,46 @@ Check CheckGpus(const std::string& root) {
     }
   }
   check.found = absl::StrCat(gpus.size(), " GPUs");
-  if (closed.empty()) {
-    absl::StrAppend(&check.found, "; this build has no CUDA and does not look at peer access");
-    return check;
-  }
+  if (closed.empty()) return check;
   check.result = Result::kFailed;
   absl::StrAppend(&check.found, ", not visible: ", absl::StrJoin(closed, "; "));
   check.todo = "give the process every GPU of the host (container runtime, device cgroup, group)";
+  return check;
+}
+
+std::vector<std::string> PairsWithoutPeerAccess(const std::string& topology, int* num_gpus) {
+  std::vector<std::string> pairs;
+  *num_gpus = 0;
+  for (const absl::string_view line : absl::StrSplit(topology, '\n')) {
+    // A row of the matrix: "GPU0 X OK"; its head line, "GPU0 GPU1" between escape sequences, is none.
+    const std::vector<absl::string_view> words =
+        absl::StrSplit(line, absl::ByAnyChar(" \t\r"), absl::SkipEmpty());
+    if (words.size() < 2 || !absl::StartsWith(words[0], "GPU") || absl::StartsWith(words[1], "GPU")) continue;
+    const auto row = static_cast<size_t>((*num_gpus)++);
+    for (size_t column = row + 1; column + 1 < words.size(); ++column) {
+      if (words[column + 1] == "OK") continue;
+      pairs.push_back(absl::StrCat(words[0], "-GPU", column, " ", words[column + 1]));
+    }
+  }
+  return pairs;
+}
+
+Check CheckPeerAccess() {
+  Check check = {.name = "peer_access", .about = "this host"};
+  const absl::StatusOr<std::string> topology = RunTool({"nvidia-smi", "topo", "-p2p", "r"});
+  int num_gpus = 0;
+  const std::vector<std::string> pairs =
+      topology.ok() ? PairsWithoutPeerAccess(*topology, &num_gpus) : std::vector<std::string>();
+  if (num_gpus < 2) {
+    check.result = Result::kSkipped;
+    check.found = topology.ok() ? "not applicable: fewer than two GPUs" : "not applicable: no nvidia-smi";
+    return check;
+  }
+  check.found = absl::StrCat(num_gpus, " GPUs");
+  if (pairs.empty()) return check;
+  check.result = Result::kFailed;
+  absl::StrAppend(&check.found, ", no access: ", absl::StrJoin(pairs, ", "));
+  check.todo = "give daemon and worker GPUs that reach each other (nvidia-smi topo -m), or use the ucx path";
   return check;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -26,9 +27,14 @@ struct Check {
 // a network card reads must be locked); without them nothing is locked and the check is skipped.
 Check CheckMemlock(int64_t wanted);
 
-// GPUs of the host and whether this process may open them. `root` is "/" but in tests. Whether two
-// of them reach each other's memory is for a build with CUDA to say.
+// GPUs of the host and whether this process may open them. `root` is "/" but in tests.
 Check CheckGpus(const std::string& root);
+
+// Whether the GPUs that this process sees may read each other's memory, which the peer path between two of them
+// needs: what `nvidia-smi topo -p2p r` says. Skipped without that program or with fewer than two GPUs.
+Check CheckPeerAccess();
+// The pairs that may not, as "GPU0-GPU1 CNS", in the text that it prints; `num_gpus` is set.
+std::vector<std::string> PairsWithoutPeerAccess(const std::string& topology, int* num_gpus);
 
 // Life of the first certificate in `pem`. Skipped if there is no openssl program.
 Check CheckCertificate(const std::string& about, const std::string& pem, absl::Duration least_left,

