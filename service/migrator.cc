@@ -68,6 +68,8 @@ Migrator::DrainResult Migrator::Drain(absl::Duration limit, const std::function<
     const std::lock_guard<std::mutex> lock(round_mutex_);
     moved_before = moved_;
     refused_.clear();
+    // Who was given a copy before may have died since: everybody is asked again.
+    for (std::vector<Mark>& marks : marks_) marks.assign(marks.size(), Mark{});
   }
   while (true) {
     result.problem = Round(/*draining=*/true, in_time);

@@ -128,9 +128,9 @@ TEST_F(MetricsTest, FiguresOfArenasAddUp) {
   EXPECT_THAT(text, HasSubstr("locks_kvd_leased_age_seconds_sum{role=\"client\"} 7\n"));
 }
 
-TEST_F(MetricsTest, APoolsFiguresAreShownInAPoolOnly) {
+TEST_F(MetricsTest, APoolsFiguresAreShownAndOfADaemonAloneTheyAreZero) {
   metrics_.moves.pages[static_cast<size_t>(MoveReason::kReplica)].Add(5);
-  EXPECT_THAT(Scrape(), Not(HasSubstr("locks_kvd_member")));
+  EXPECT_THAT(Scrape(), HasSubstr("locks_kvd_members{state=\"listed\"} 0\n"));
   snapshot_.membership = MembershipFigures{4, 1, absl::Seconds(90)};
   snapshot_.members = 3;
   const std::string text = Scrape();
