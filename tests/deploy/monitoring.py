@@ -222,6 +222,14 @@ class MonitoredPool:
             f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"])
         self.prometheus = f"http://127.0.0.1:{port}"
 
+        def ready():
+            self.check_alive()
+            try:
+                return get(f"{self.prometheus}/-/ready")
+            except OSError:  # it does not listen yet, or answers 503 while it opens its storage
+                return False
+        wait_for("prometheus", ready, 30)
+
     def api(self, path, **parameters):
         url = f"{self.prometheus}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
@@ -236,10 +244,7 @@ class MonitoredPool:
         """Waits until every target was scraped for `seconds`. The first scrape comes 5 to 6 s after the start."""
         def enough():
             self.check_alive()
-            try:
-                ups = self.query(f"count_over_time(up[{2 * seconds}s])")
-            except OSError:
-                return False
+            ups = self.query(f"count_over_time(up[{2 * seconds}s])")
             return len(ups) == 4 and all(float(u["value"][1]) >= seconds for u in ups)
         wait_for("scrapes of all four targets", enough, seconds + 20)
 
