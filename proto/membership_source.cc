@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <google/protobuf/io/tokenizer.h>
 #include <google/protobuf/text_format.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -17,6 +16,7 @@
 #include "proto/address.h"
 #include "proto/arena_memory.h"
 #include "proto/dns_client.h"
+#include "proto/first_error.h"
 #include "proto/status.h"
 
 namespace kvd {
@@ -25,19 +25,6 @@ namespace {
 constexpr size_t kMaxFileBytes = 4 << 20;
 constexpr auto kSettle = std::chrono::milliseconds(100);
 constexpr absl::Duration kDnsTimeout = absl::Seconds(5);  // a question; A and AAAA are two
-
-class FirstError final : public google::protobuf::io::ErrorCollector {
- public:
-  void AddError(int line, int column, const std::string& message) override {
-    if (text_.empty())
-      text_ = absl::StrCat("line ", line + 1, ", column ", column + 1, ": ", message);
-  }
-  void AddWarning(int, int, const std::string&) override {}
-  const std::string& text() const { return text_; }
-
- private:
-  std::string text_;
-};
 
 absl::Status Unreadable(const std::string& path) {
   const int error = errno;

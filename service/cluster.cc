@@ -5,8 +5,9 @@
 #include <utility>
 
 #include "absl/time/clock.h"
-#include "proto/address.h"
+#include "proto/membership_source.h"
 #include "proto/status.h"
+#include "service/data_plane.h"
 #include "service/log_setup.h"
 #include "spdlog/spdlog.h"
 
@@ -21,10 +22,7 @@ constexpr absl::Duration kMembersKnownWithin = absl::Seconds(5);
 
 MembershipOptions MembersOf(const locks_kvd::v1::ClusterConfig& cluster) {
   MembershipOptions options;
-  for (const auto& entry : cluster.members()) {
-    options.static_members.push_back(
-        {entry.name(), entry.address(), entry.has_weight() ? entry.weight() : 1.0});
-  }
+  for (const auto& entry : cluster.members()) options.static_members.push_back(MemberOf(entry));
   options.file = cluster.members_file();
   options.dns_name = cluster.members_dns();
   options.poll = absl::Milliseconds(cluster.poll_ms());
@@ -54,11 +52,7 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Make(const DaemonConfig& confi
   migrator.bytes_per_second = config.cluster().move_bytes_per_second();
   const auto& tls = config.control().tls();
   migrator.tls = {tls.ca_file(), tls.certificate_file(), tls.key_file()};
-  migrator.ucx.devices = config.data().ucx_devices();
-  const absl::StatusOr<Address> address = Address::Parse(config.control().address());
-  if (migrator.ucx.devices.empty() && address.ok() && address->IsLoopback()) migrator.ucx.devices = "lo";
-  migrator.ucx.transports = config.data().ucx_transports();
-  migrator.ucx.port_range = config.data().ucx_port_range();
+  migrator.ucx = UcxOptionsOf(config);
   const absl::Status joined = cluster->Join();
   if (joined.ok()) return cluster;
   if (!IsNotThereYet(joined)) return Annotate(joined, "cluster");

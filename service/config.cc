@@ -1,6 +1,5 @@
 #include "service/config.h"
 
-#include <google/protobuf/io/tokenizer.h>
 #include <google/protobuf/text_format.h>
 #include <google/protobuf/util/json_util.h>
 
@@ -14,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "proto/first_error.h"
 #include "proto/status.h"
 
 namespace kvd {
@@ -72,19 +72,6 @@ void ApplyOverride(const std::string& name, const std::string& value, DaemonConf
 }
 
 // --- files ---
-
-class FirstError final : public google::protobuf::io::ErrorCollector {
- public:
-  void AddError(int line, int column, const std::string& message) override {
-    if (text_.empty())
-      text_ = absl::StrFormat("line %d, column %d: %s", line + 1, column + 1, message);
-  }
-  void AddWarning(int, int, const std::string&) override {}
-  const std::string& text() const { return text_; }
-
- private:
-  std::string text_;
-};
 
 // --- defaults ---
 

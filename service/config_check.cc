@@ -15,7 +15,7 @@
 #include "proto/address.h"
 #include "proto/arena_memory.h"
 #include "proto/geometry.h"
-#include "proto/membership.h"
+#include "proto/membership_source.h"
 #include "service/config.h"
 
 namespace kvd {
@@ -244,9 +244,7 @@ void CheckCluster(const DaemonConfig& config, Problems* problems) {
   }
   if (cluster.members().empty()) return;
   std::vector<Member> members;
-  for (const auto& entry : cluster.members()) {
-    members.push_back({entry.name(), entry.address(), entry.has_weight() ? entry.weight() : 1.0});
-  }
+  for (const auto& entry : cluster.members()) members.push_back(MemberOf(entry));
   if (const auto checked = CheckMembers(std::move(members)); !checked.ok()) {
     problems->AddLine(absl::StrCat("cluster.members: ", checked.status().message()));
   }

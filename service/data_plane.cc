@@ -46,6 +46,16 @@ absl::Status PrepareDirectory(const std::string& directory) {
 
 }  // namespace
 
+UcxOptions UcxOptionsOf(const locks_kvd::v1::DaemonConfig& config) {
+  UcxOptions options;
+  options.devices = config.data().ucx_devices();
+  const absl::StatusOr<Address> control = Address::Parse(config.control().address());
+  if (options.devices.empty() && control.ok() && control->IsLoopback()) options.devices = "lo";
+  options.transports = config.data().ucx_transports();
+  options.port_range = config.data().ucx_port_range();
+  return options;
+}
+
 // Counts fetches: a few relaxed additions each. Slow and failed ones go to the slowlog.
 class DataPlane::Observer final : public FetchObserver {
  public:
@@ -88,12 +98,7 @@ DataPlane::~DataPlane() = default;
 absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config,
                                  SessionTable* sessions, Metrics* metrics,
                                  Slowlog* slowlog) {
-  UcxOptions options;
-  options.devices = config.data().ucx_devices();
-  const absl::StatusOr<Address> control = Address::Parse(config.control().address());
-  if (options.devices.empty() && control.ok() && control->IsLoopback()) options.devices = "lo";
-  options.transports = config.data().ucx_transports();
-  options.port_range = config.data().ucx_port_range();
+  UcxOptions options = UcxOptionsOf(config);
   options.read_from_sender = true;
   absl::StatusOr<std::unique_ptr<UcxWorker>> worker = UcxWorker::Make(options);
   if (!worker.ok())

@@ -21,6 +21,9 @@
 
 namespace kvd {
 
+// The daemon's UCX as the configuration has it: its data plane's and its mover's.
+UcxOptions UcxOptionsOf(const locks_kvd::v1::DaemonConfig& config);
+
 class DataPlane {
  public:
   // Starts what the configuration asks for; what was asked for and is not there is an error.
