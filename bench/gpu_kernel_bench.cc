@@ -1,5 +1,5 @@
 // Times the GPU kernels next to what the card's memory gives to plain read and copy kernels in the same run.
-// usage: gpu_kernel_bench [--json=FILE] [--commit=HASH]
+// usage: gpu_kernel_bench [--only=REGEX] [--json=FILE] [--commit=HASH]
 //
 // Method: D 128, B 16, R 8, Hk 8, G 4, bf16. Each kernel is launched over several sets of buffers, more bytes
 // together than the L2 holds, in one CUDA graph; a figure is the median over replays of the time a launch
@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <regex>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "absl/flags/parse.h"
 #include "absl/strings/str_cat.h"
 #include "bench/gpu_bandwidth.h"
+#include "bench/gpu_chain_bench.h"
 #include "bench/gpu_select_bench.h"
 #include "bench/gpu_summarize_bench.h"
 #include "bench/gpu_timing.h"
@@ -32,10 +34,17 @@
 #include "tests/support/gpu.h"
 #include "tests/support/kv_data.h"
 
+ABSL_FLAG(std::string, only, "", "measure only figures in whose name this regular expression is found");
 ABSL_FLAG(std::string, json, "", "file to write the figures to; empty: none");
 ABSL_FLAG(std::string, commit, "", "commit that this program was built from; empty: ask git");
 
 namespace kvd::bench {
+
+bool IsWanted(const std::string& name) {
+  static const std::regex only(absl::GetFlag(FLAGS_only));
+  return std::regex_search(name, only);
+}
+
 namespace {
 
 using kvd::testing::DeviceArray;
@@ -195,6 +204,10 @@ class ScoreBench {
 };
 
 void AddScore(const Records& records, Scan scan, const ScoreCase& shape, Report* report) {
+  std::string name = absl::StrCat(scan == Scan::kFull ? "score full" : "score coarse", ", ", shape.sequences, " x ",
+                                  shape.thousand_tokens, "K tokens");
+  if (shape.kv_heads != kKvHeads) absl::StrAppend(&name, ", Hk ", shape.kv_heads, " G ", shape.group);
+  if (!IsWanted(name)) return;
   const size_t part = scan == Scan::kCoarse ? kLayout.coarse_bytes : kLayout.record_bytes();
   const size_t bytes = static_cast<size_t>(shape.sequences * shape.kv_heads) * static_cast<size_t>(shape.pages()) * part;
   const ScoreBench bench(records, shape, NumSets(bytes));
@@ -204,9 +217,6 @@ void AddScore(const Records& records, Scan scan, const ScoreCase& shape, Report*
   };
   const int launches = NumLaunches(bench.sets());
   const double us = MedianUs(launches, launch);
-  std::string name = absl::StrCat(scan == Scan::kFull ? "score full" : "score coarse", ", ", shape.sequences, " x ",
-                                  shape.thousand_tokens, "K tokens");
-  if (shape.kv_heads != kKvHeads) absl::StrAppend(&name, ", Hk ", shape.kv_heads, " G ", shape.group);
   bench.Check(records, scan, (launches - 1) % bench.sets(), name);
   const double rate = static_cast<double>(bytes) / us, read = ReadRate(bytes);
   report->Add({name, us, "us", static_cast<double>(bytes) / read, rate / read});
@@ -214,6 +224,8 @@ void AddScore(const Records& records, Scan scan, const ScoreCase& shape, Report*
 
 // The full estimate of every 32nd page of 1M tokens, as after a coarse scan.
 void AddRefine(const Records& records, Report* report) {
+  const std::string name = "score refine, 8 x 2048 of 1M tokens";
+  if (!IsWanted(name)) return;
   constexpr int kPages = 65536, kCandidates = kPages / 32;
   const ScoreBench bench(records, {1, kPages * kTokens / 1024}, 2);
   std::vector<int32_t> candidates;
@@ -225,12 +237,14 @@ void AddRefine(const Records& records, Report* report) {
   });
   bench.Check(records, Scan::kRefine, 1, "refine");
   const double bytes = double{kKvHeads} * kCandidates * kLayout.record_bytes();
-  report->Add({"score refine, 8 x 2048 of 1M tokens", us, "us", bytes / ReadRate(size_t{419} << 20, false), 0});
+  report->Add({name, us, "us", bytes / ReadRate(size_t{419} << 20, false), 0});
 }
 
 // --- units -----------------------------------------------------------------------------------------
 
 void AddGather(size_t num_units, Report* report) {
+  const std::string name = absl::StrCat("gather ", num_units, " units of 8 KiB, local");
+  if (!IsWanted(name)) return;
   const size_t bytes = num_units * kUnitBytes;
   const int sets = NumSets(bytes);
   const size_t total = num_units * static_cast<size_t>(sets);
@@ -267,10 +281,12 @@ void AddGather(size_t num_units, Report* report) {
   Expect(std::equal(got.begin(), got.begin() + static_cast<std::ptrdiff_t>(total), got.begin() + static_cast<std::ptrdiff_t>(total)),
          "gather: bytes differ");
   const double copy = CopyUs(bytes);
-  report->Add({absl::StrCat("gather ", num_units, " units of 8 KiB, local"), us, "us", copy, copy / us});
+  report->Add({name, us, "us", copy, copy / us});
 }
 
 void AddAttend(int sequences, Report* report) {
+  const std::string name = absl::StrCat("attend ", sequences, " x 2048 tokens");
+  if (!IsWanted(name)) return;
   constexpr int kUnits = 128;
   const size_t per_set = static_cast<size_t>(sequences) * kKvHeads * kUnits;
   const int sets = NumSets(per_set * kUnitBytes);
@@ -310,7 +326,7 @@ void AddAttend(int sequences, Report* report) {
   Expect(worst <= 1e-4f, absl::StrCat("attend: off by ", worst));
   const double bytes = static_cast<double>(per_set * kUnitBytes);
   const double limit = bytes / ReadRate(per_set * kUnitBytes, false);
-  report->Add({absl::StrCat("attend ", sequences, " x 2048 tokens"), us, "us", limit, limit / us});
+  report->Add({name, us, "us", limit, limit / us});
 }
 
 void AddSmall(Report* report) {
@@ -332,8 +348,10 @@ int Main() {
   report.SetMachine(absl::StrCat(device.name, ", ", device.multiProcessorCount, " SMs, ", device.l2CacheSize >> 20, " MiB L2"));
   if (const std::string commit = absl::GetFlag(FLAGS_commit); !commit.empty()) report.SetCommit(commit);
   const Records records;
-  report.Add({"plain read, 1 GiB", ReadRate(size_t{1} << 30) / 1000, "GB/s", 0, 0});
-  report.Add({"plain copy, 1 GiB, read + written", 2 * double{1 << 30} / CopyUs(size_t{1} << 30) / 1000, "GB/s", 0, 0});
+  if (IsWanted("plain read, 1 GiB"))
+    report.Add({"plain read, 1 GiB", ReadRate(size_t{1} << 30) / 1000, "GB/s", 0, 0});
+  if (IsWanted("plain copy, 1 GiB, read + written"))
+    report.Add({"plain copy, 1 GiB, read + written", 2 * double{1 << 30} / CopyUs(size_t{1} << 30) / 1000, "GB/s", 0, 0});
   for (const ScoreCase& shape : {ScoreCase{1, 16}, {1, 128}, {1, 256}, {1, 1024}, {1, 4096}, {8, 128}, {32, 32},
                                  {1, 128, 4, 8}, {1, 1024, 4, 8}}) {
     AddScore(records, Scan::kFull, shape, &report);
@@ -346,8 +364,9 @@ int Main() {
   AddAttend(8, &report);
   AddAttend(32, &report);
   num_wrong += AddSelectAndResolve(&report);
-  num_wrong += AddSummarize(ReadRate(size_t{1} << 30, false), &report);
-  AddSmall(&report);
+  AddChain(&report);
+  if (IsWanted("summarize")) num_wrong += AddSummarize(ReadRate(size_t{1} << 30, false), &report);
+  if (IsWanted("rotate 32 queries")) AddSmall(&report);
   report.PrintTable();
   if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) {
     if (const absl::Status status = report.WriteJson(path); !status.ok()) {

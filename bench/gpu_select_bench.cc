@@ -88,6 +88,9 @@ int CountWrongRows(const SelectCase& c, const std::vector<float>& pattern, size_
 }
 
 int AddSelect(const SelectCase& c, Report* report) {
+  const std::string name =
+      absl::StrCat("select ", c.rows, " x ", c.pages, " pages, K ", c.num_select, c.from_l2 ? ", lse in L2" : "");
+  if (!IsWanted(name)) return 0;
   const size_t set_heads = static_cast<size_t>(c.rows) * kGroup,
                set_bytes = set_heads * static_cast<size_t>(c.pages) * sizeof(float);
   const size_t total = c.from_l2 ? 0 : size_t{400} << 20;
@@ -129,8 +132,6 @@ int AddSelect(const SelectCase& c, Report* report) {
   const double us = MedianUs(launches, [&](int i, cudaStream_t stream) {
     KVD_CUDA_OK(LaunchSelect(args(static_cast<size_t>(i) % sets), stream));
   });
-  const std::string name =
-      absl::StrCat("select ", c.rows, " x ", c.pages, " pages, K ", c.num_select, c.from_l2 ? ", lse in L2" : "");
   const size_t last = static_cast<size_t>(launches - 1) % sets;
   const int wrong = CountWrongRows(c, pattern, last * set_heads, pages.Download(), threshold.Download());
   if (wrong != 0) std::fprintf(stderr, "WRONG: %s: %d rows differ from the reference\n", name.c_str(), wrong);
@@ -166,6 +167,8 @@ std::vector<std::vector<int32_t>> Walk(int steps, int num_select, int num_pages)
 }
 
 int AddResolve(const ResolveCase& c, Report* report) {
+  const std::string name = absl::StrCat("resolve ", c.rows, " rows, K ", c.num_select, ", ", c.num_slots, " slots");
+  if (!IsWanted(name)) return 0;
   constexpr int kSteps = 20, kPages = 8192;
   const auto rows = static_cast<size_t>(c.rows), k = static_cast<size_t>(c.num_select),
              slots_each = static_cast<size_t>(c.num_slots);
@@ -214,7 +217,6 @@ int AddResolve(const ResolveCase& c, Report* report) {
                     got.begin() + static_cast<std::ptrdiff_t>(row * slots_each)) ||
         !std::equal(want_slots.begin(), want_slots.end(), got_slots.begin() + static_cast<std::ptrdiff_t>(row * k));
   }
-  const std::string name = absl::StrCat("resolve ", c.rows, " rows, K ", c.num_select, ", ", c.num_slots, " slots");
   if (wrong != 0) std::fprintf(stderr, "WRONG: %s: %d rows differ from the reference\n", name.c_str(), wrong);
   std::printf("  %s: %.1f%% misses\n", name.c_str(),
               100 * static_cast<double>(misses) / (static_cast<double>(step) * c.num_select));
@@ -229,6 +231,7 @@ int AddSelectAndResolve(Report* report) {
   for (const bool from_l2 : {false, true}) {
     for (const auto& [rows, pages, num_select] : {std::tuple(8, 1024, 126),
                                                   {8, 8192, 126},
+                                                  {8, 32768, 126},
                                                   {8, 65536, 126},
                                                   {8, 65536, 4096},
                                                   {64, 8192, 126},

@@ -7,12 +7,16 @@
 #include <cuda_runtime_api.h>
 
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "bench/report.h"
 #include "tests/support/gpu.h"
 
 namespace kvd::bench {
+
+// Whether a figure of this name was asked for (--only; gpu_kernel_bench.cc).
+bool IsWanted(const std::string& name);
 
 // Median microseconds, over 25 replays, of one of the `num_launches` launches that `enqueue(i, stream)` makes.
 // `before_replay`, if given, runs before each of them, untimed; 3 more replays come first.

@@ -1,7 +1,7 @@
 #include <cstdint>
 
 #include "kernels/gather.h"
-#include "kernels/ptx.cuh"
+#include "kernels/guard.cuh"
 
 namespace kvd {
 namespace {
@@ -10,45 +10,24 @@ constexpr int kThreads = 128;
 constexpr size_t kMaxUnitBytes = 32 * 1024;
 constexpr unsigned kFullGrid = 1u << 20;
 
-// Relaxed at system scope: the owner may rewrite the unit meanwhile. Such a load is served by the L2 of the
-// memory's own device, never by a line that this SM's L1 still holds from before.
-__device__ __forceinline__ uint4 LoadUnit(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint64_t LoadGeneration(const PageHeader* header) {
-  uint64_t generation;
-  // The fence keeps the header's load behind the unit's: a byte of a later write then implies a generation
-  // that is already odd, or later still.
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(generation) : "l"(header) : "memory");
-  return generation;
-}
-
 // One unit a CTA. A thread holds its kLoads x 16 bytes in registers until the generation is known.
 template <int kLoads>
 __global__ void __launch_bounds__(kThreads) GatherUnitsKernel(const GatherUnit* units, int64_t num_units, int num_words,
                                                               uint8_t* valid) {
   for (int64_t i = blockIdx.x; i < num_units; i += gridDim.x) {
     const GatherUnit unit = units[i];
-    // The header is wanted last but then at once: have it near.
-    if (threadIdx.x == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(unit.header));
+    const bool guarded = unit.header != nullptr;
+    if (guarded && threadIdx.x == 0) guard::Prefetch(unit.header);
     const auto* source = reinterpret_cast<const uint4*>(unit.source);
     auto* destination = reinterpret_cast<uint4*>(unit.destination);
     uint4 words[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const int at = k * kThreads + static_cast<int>(threadIdx.x);
-      words[k] = at < num_words ? LoadUnit(source + at) : uint4{0, 0, 0, 0};
+      words[k] = at < num_words ? guard::Load(source + at) : uint4{0, 0, 0, 0};
     }
     // Every thread looks after its own loads; the unit is valid if all of them saw the expected value.
-    const bool same = LoadGeneration(unit.header) == unit.generation && unit.generation % 2 == 0;
-    const bool sealed = __syncthreads_and(same) != 0;
+    const bool sealed = !guarded || __syncthreads_and(guard::StillSealed(unit.header, unit.generation)) != 0;
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const int at = k * kThreads + static_cast<int>(threadIdx.x);

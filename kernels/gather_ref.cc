@@ -54,7 +54,8 @@ int64_t GatherUnits(const GatherUnit* units, int64_t num_units, size_t unit_byte
     const GatherUnit& unit = units[i];
     const uint8_t* next = units[i + 1 < num_units ? i + 1 : i].source;
     CopyWhileOwnerMayWrite(unit.destination, unit.source, unit_bytes, next);
-    const bool sealed = unit.generation % 2 == 0 && StillSealed(*unit.header, unit.generation);
+    const bool sealed =
+        unit.header == nullptr || (unit.generation % 2 == 0 && StillSealed(*unit.header, unit.generation));
     if (!sealed) std::memset(unit.destination, 0, unit_bytes);
     valid[i] = sealed ? 1 : 0;
     num_valid += sealed;

@@ -55,6 +55,52 @@ __device__ __forceinline__ void BulkCopy(void* shared, const void* global, uint3
                : "memory");
 }
 
+// --- clusters --------------------------------------------------------------------------------------
+
+// Between the two every CTA of the cluster has initialised its barriers, and fenced that; nothing else that is
+// written before is read by another CTA.
+__device__ __forceinline__ void ClusterArrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void ClusterWait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address, in CTA `rank` of the cluster, of what stands at `own` in this one.
+__device__ __forceinline__ uint32_t AddressIn(int rank, const void* own) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(SharedAddress(own)), "r"(rank));
+  return address;
+}
+// Writes into the shared memory of CTA `rank`; counts towards the bytes that `barrier` there expects. Clusters of two
+// CTAs at least.
+__device__ __forceinline__ void Send(int rank, void* place, uint64_t value, const uint64_t* barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(AddressIn(rank, place)),
+      "l"(value), "r"(AddressIn(rank, barrier))
+      : "memory");
+}
+__device__ __forceinline__ void Send(int rank, void* place, const uint4& value, const uint64_t* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   AddressIn(rank, place)),
+               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(AddressIn(rank, barrier))
+               : "memory");
+}
+
+// --- copies of 16 bytes, by each thread ------------------------------------------------------------
+
+// Copies `bytes` (0 to 16) from global to shared memory and fills up to 16 with zeros; both ends are 16-byte aligned.
+__device__ __forceinline__ void AsyncCopy16(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+// The thread's copies since the last call are a group from here on.
+__device__ __forceinline__ void AsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most the last kGroups groups of this thread are on their way.
+template <int kGroups>
+__device__ __forceinline__ void AsyncWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // --- arithmetic ------------------------------------------------------------------------------------
 
 // d = A B + c: A is 16 x 16 fp16 (row g and g + 8 of lane 4 g + t: a[0], a[2] and a[1], a[3]), B is 16 x 8
@@ -83,6 +129,21 @@ __device__ __forceinline__ void MmaInt8(int32_t (&d)[4], const uint32_t (&a)[4],
       "{%10, %11, %12, %13};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+// Four 8 x 8 matrices of 16-bit values as operands: lane i gives the address of row i % 8 of matrix i / 8, 16 bytes;
+// lane 4 g + t gets elements 2 t and 2 t + 1 of row g of each, transposed of column g.
+__device__ __forceinline__ void LoadMatrices(uint32_t (&m)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(shared)
+               : "memory");
+}
+__device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&m)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(shared)
+               : "memory");
 }
 
 // 2^x and log2(x), within 2^-22.

@@ -1,12 +1,14 @@
 // Resolve on the GPU: one CTA a row. Hits are marked in a copy of the slots' last steps in shared memory; the m-th
-// miss takes the m-th oldest slot that this step does not use. Those are found by bisecting the step before which
-// enough slots were last used, and by ranking these few; where many tie (an empty cache), by sorting all. Pages are
-// distinct and a page that is missed is in no slot, so no two threads write the same entry of a map.
+// miss takes the m-th oldest slot that this step does not use. Those are found by counting slots by age, which tells
+// since when enough of them were not used (by bisecting, where that is long ago), and by ranking these few; where many
+// tie (an empty cache), by sorting all. Pages are distinct and a page that is missed is in no slot, so no two threads
+// write the same entry of a map.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/launch.cuh"
 #include "kernels/resolve.h"
 
 namespace kvd {
@@ -18,10 +20,12 @@ constexpr int kSlotBits = 12;
 static_assert(kMaxCacheSlots == 1 << kSlotBits);
 constexpr uint64_t kInUse = ~uint64_t{0};  // sorts last
 constexpr int kMaxRanked = 512;
+constexpr int kAges = 256;  // the last one and all above together
 
 struct Shared {
   uint64_t order[kMaxCacheSlots];  // step << kSlotBits | slot of the slots that this step does not use
   uint64_t oldest[kMaxRanked];
+  int32_t ages[kAges];  // slots of each
   int32_t num_oldest;
   int32_t warp_counts[kMaxThreads / 32];
 };
@@ -51,12 +55,13 @@ __device__ Place PlaceOf(bool mine, Shared* shared) {
 }
 
 // Looks up the row's pages, touches the hits and lists the others in order. Returns how many those are.
-__device__ int LookUp(const ResolveRow& row, uint64_t step, const int32_t* pages, int num_pages, int32_t* slots,
-                      int32_t* absent, Shared* shared) {
+// `first_slot`: of this thread's first page.
+__device__ int LookUp(const ResolveRow& row, uint64_t step, const int32_t* pages, int num_pages, int first_slot,
+                      int32_t* slots, int32_t* absent, Shared* shared) {
   int num_absent = 0;
   for (int first = 0; first < num_pages; first += static_cast<int>(blockDim.x)) {
     const int i = first + static_cast<int>(threadIdx.x);
-    const int slot = i < num_pages ? row.page_slot[pages[i]] : 0;
+    const int slot = i >= num_pages ? 0 : first == 0 ? first_slot : row.page_slot[pages[i]];
     const bool is_absent = i < num_pages && slot < 0;
     const Place place = PlaceOf(is_absent, shared);
     if (i < num_pages) slots[i] = slot;
@@ -99,17 +104,19 @@ __device__ int CountUpTo(int size, uint64_t bound, const uint64_t* order) {
   return num;
 }
 
-// Brings the `need` oldest slots that this step does not use to the front of order[0, size), in order. Returns how
-// many there are, at most `need`.
-__device__ int FindOldest(int size, int need, uint64_t step, Shared* shared) {
-  const auto through = [](uint64_t last_step) { return last_step << kSlotBits | (kMaxCacheSlots - 1); };
-  uint64_t low = 0, high = step - 1;
-  int num = CountUpTo(size, through(high), shared->order);
-  need = min(need, num);
-  if (need == 0) return 0;
+// The earliest step by whose end `need` of the slots that this step does not use were last used, and how many were.
+struct Since {
+  uint64_t step;
+  int count;
+};
+__device__ uint64_t Through(uint64_t last_step) { return last_step << kSlotBits | (kMaxCacheSlots - 1); }
+
+// Finds it among steps up to `high`, by whose end `num` >= need slots were last used.
+__device__ Since Bisect(int size, int need, uint64_t high, int num, const uint64_t* order) {
+  uint64_t low = 0;
   while (low < high) {
     const uint64_t middle = low + (high - low) / 2;
-    const int up_to = CountUpTo(size, through(middle), shared->order);
+    const int up_to = CountUpTo(size, Through(middle), order);
     if (up_to >= need) {
       high = middle;
       num = up_to;
@@ -117,6 +124,43 @@ __device__ int FindOldest(int size, int need, uint64_t step, Shared* shared) {
       low = middle + 1;
     }
   }
+  return {high, num};
+}
+
+// Finds it from a count of slots by age; lowers `need` to how many slots there are.
+__device__ Since CountAges(int size, int* need, uint64_t step, Shared* shared) {
+  constexpr int kEach = kAges / 32;  // of a lane, the oldest first
+  const int lane = threadIdx.x % 32;
+  for (int i = static_cast<int>(threadIdx.x); i < kAges; i += static_cast<int>(blockDim.x)) shared->ages[i] = 0;
+  __syncthreads();
+  for (int s = static_cast<int>(threadIdx.x); s < size; s += static_cast<int>(blockDim.x)) {
+    if (shared->order[s] == kInUse) continue;
+    const uint64_t age = step - (shared->order[s] >> kSlotBits);
+    atomicAdd(&shared->ages[age < kAges ? static_cast<int>(age) : kAges - 1], 1);
+  }
+  __syncthreads();
+  int own = 0;
+  for (int i = 0; i < kEach; ++i) own += shared->ages[kAges - 1 - kEach * lane - i];
+  int through = own;
+  for (int i = 1; i < 32; i *= 2) {
+    const int left = __shfl_up_sync(kAllLanes, through, i);
+    if (lane >= i) through += left;
+  }
+  *need = min(*need, __shfl_sync(kAllLanes, through, 31));
+  if (*need == 0) return {0, 0};
+  const int owner = __ffs(static_cast<int>(__ballot_sync(kAllLanes, through >= *need))) - 1;
+  int count = __shfl_sync(kAllLanes, through - own, owner), age = kAges - kEach * owner;
+  while (count < *need) count += shared->ages[--age];
+  if (age < kAges - 1) return {step - static_cast<uint64_t>(age), count};
+  return Bisect(size, *need, step - (kAges - 1), count, shared->order);
+}
+
+// Brings the `need` oldest slots that this step does not use to the front of order[0, size), in order. Returns how
+// many there are, at most `need`.
+__device__ int FindOldest(int size, int need, uint64_t step, Shared* shared) {
+  const Since since = CountAges(size, &need, step, shared);
+  if (need == 0) return 0;
+  const int num = since.count;
   if (num > kMaxRanked) {
     Sort(size, shared->order);
     return need;
@@ -124,7 +168,7 @@ __device__ int FindOldest(int size, int need, uint64_t step, Shared* shared) {
   if (threadIdx.x == 0) shared->num_oldest = 0;
   __syncthreads();
   for (int s = static_cast<int>(threadIdx.x); s < size; s += static_cast<int>(blockDim.x))
-    if (shared->order[s] <= through(high)) shared->oldest[atomicAdd(&shared->num_oldest, 1)] = shared->order[s];
+    if (shared->order[s] <= Through(since.step)) shared->oldest[atomicAdd(&shared->num_oldest, 1)] = shared->order[s];
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < num; i += static_cast<int>(blockDim.x)) {
     const uint64_t key = shared->oldest[i];
@@ -147,13 +191,16 @@ __global__ void __launch_bounds__(kMaxThreads) ResolveKernel(const __grid_consta
   int32_t* slots = batch.slots + index * batch.max_pages;
   int32_t* misses = batch.miss_idx + index * batch.max_pages;
   const int size = PowerOfTwo(row.num_slots);
+  const auto i0 = static_cast<int>(threadIdx.x);
+  const int first_slot = i0 < num_pages ? row.page_slot[pages[i0]] : 0;  // on its way while the slots' steps are
   for (int s = static_cast<int>(threadIdx.x); s < size; s += static_cast<int>(blockDim.x)) {
     const uint64_t used = s < row.num_slots ? row.slot_step[s] : step;
     shared.order[s] = used == step ? kInUse : used << kSlotBits | static_cast<uint64_t>(s);
   }
   __syncthreads();
-  const int num_absent = LookUp(row, step, pages, num_pages, slots, misses, &shared);
+  const int num_absent = LookUp(row, step, pages, num_pages, first_slot, slots, misses, &shared);
   const int num_misses = num_absent > 0 ? FindOldest(size, num_absent, step, &shared) : 0;
+  LetSuccessorStart();
   for (int first = 0; first < batch.max_pages; first += static_cast<int>(blockDim.x)) {
     const int m = first + static_cast<int>(threadIdx.x);
     if (m < num_misses) {

@@ -65,21 +65,42 @@ __device__ __forceinline__ int DigitOf(int mma, int upper) {
   return mma;
 }
 
-// Out of line, and by value: the caller's copy then stays in registers.
+// What a lane reads of the queries of a KV head. Apart from what is made of it, so that the first loads of all are on
+// their way before the ring's copies: behind those they take three times as long.
 template <class S>
-__device__ __noinline__ Queries<S> LoadQueries(const ScoreArgs& args, int row) {
-  Queries<S> q = {};
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+struct QueryBits {
+  uint4 at[S::kSets][S::kWords];
+};
+template <class S>
+__device__ __forceinline__ int HeadOf(int set) {
+  const int g = threadIdx.x % 32 / 4;
+  return S::kPadded == 4 ? g % 4 : g + 8 * set;
+}
+template <class S>
+__device__ __forceinline__ QueryBits<S> FetchQueries(const ScoreArgs& args, int row) {
+  QueryBits<S> bits;
 #pragma unroll
   for (int set = 0; set < S::kSets; ++set) {
-    const int head = S::kPadded == 4 ? g % 4 : g + 8 * set;
+    const uint16_t* source = args.query + (int64_t{row} * args.group + min(HeadOf<S>(set), args.group - 1)) * S::kDim +
+                             threadIdx.x % 4 * (S::kDim / 4);
+#pragma unroll
+    for (int w = 0; w < S::kWords; ++w) bits.at[set][w] = *reinterpret_cast<const uint4*>(source + 8 * w);
+  }
+  return bits;
+}
+
+// Out of line, and by value: the caller's copy then stays in registers.
+template <class S>
+__device__ __noinline__ Queries<S> MakeQueries(const ScoreArgs& args, QueryBits<S> read) {
+  Queries<S> q = {};
+#pragma unroll
+  for (int set = 0; set < S::kSets; ++set) {
+    const int head = HeadOf<S>(set);
     float x[S::kWords * 8];
     float largest = 0;
-    const uint16_t* source =
-        args.query + (int64_t{row} * args.group + min(head, args.group - 1)) * S::kDim + t * (S::kDim / 4);
 #pragma unroll
     for (int w = 0; w < S::kWords; ++w) {
-      const uint4 bits = *reinterpret_cast<const uint4*>(source + 8 * w);
+      const uint4 bits = read.at[set][w];
       const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -51,12 +51,12 @@ struct Shape {
   static constexpr uint32_t kStageBytes = kPiece * (kCoarseBytes + (kCoarse ? 0 : kFineBytes));
   // As many CTAs an SM as its 227 KiB hold and its registers allow: latencies hide behind other warps. Small
   // CTAs spread short work over more SMs. More stages, more warps and other deals of the pieces were measured
-  // and gain nothing (bench/README.md).
+  // and gain nothing (bench/README.md). Not fewer than fit: a successor's would start in the gaps.
   static constexpr int kWarps = 4;
   static constexpr int kStages = 2;
   static constexpr uint32_t kSharedBytes = kWarps * kStages * kStageBytes;
   static constexpr int kCtasThatFit = static_cast<int>(227 * 1024 / (kSharedBytes + 1024));
-  static constexpr int kMostCtas = D == 256 ? 2 : kCoarse && kPadded < 16 ? 4 : 3;
+  static constexpr int kMostCtas = D == 256 ? 2 : !kCoarse || kPadded == 16 ? 3 : kPadded == 8 ? 4 : 5;
   static constexpr int kCtasPerSm = kCtasThatFit < kMostCtas ? kCtasThatFit : kMostCtas;
   static_assert(kCtasPerSm >= 1);
   static constexpr int kThreads = 32 * kWarps;

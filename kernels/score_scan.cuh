@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/launch.cuh"
 #include "kernels/score_step4.cuh"
 
 namespace kvd::score {
@@ -50,10 +51,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
     ptx::BarrierInitFence();
   }
   __syncwarp();
+  WaitForPredecessor();
   Place place;
   const int run = TakeRun<S>(args, &place);
   Source ahead = {place, nullptr, nullptr};
-  if (run > 0) FindRow<S>(args, &ahead);
+  QueryBits<S> bits = {};
+  if (run > 0) {
+    bits = FetchQueries<S>(args.score, place.row);
+    FindRow<S>(args, &ahead);
+  }
   for (int i = 0; i < S::kStages && i < run; ++i) {
     if (i > 0) Advance<S>(args, S::kWarps, &ahead);
     StartCopy<S>(args, ahead, ring + i * S::kStageBytes, full + i);
@@ -62,12 +68,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
     FillBeyondTheEnd(args.score, int64_t{blockIdx.x} * S::kWarps + warp, int64_t{gridDim.x} * S::kWarps);
 
   const float cap2 = args.score.logit_softcap * kLog2e;
-  Queries<S> q;
-  int row = -1;
+  Queries<S> q = MakeQueries<S>(args.score, bits);
   for (int i = 0; i < run; ++i) {
+    const int row = place.row;
     if (i > 0) Advance<S>(args, S::kWarps, &place);
-    if (place.row != row) q = LoadQueries<S>(args.score, place.row);
-    row = place.row;
+    if (place.row != row) q = MakeQueries<S>(args.score, FetchQueries<S>(args.score, place.row));
     const int stage = i % S::kStages;
     uint8_t* base = ring + stage * S::kStageBytes;
     ptx::BarrierWait(full + stage, static_cast<uint32_t>(i / S::kStages) & 1);
@@ -103,8 +108,7 @@ cudaError_t LaunchScan(const KernelArgs& args, cudaStream_t stream) {
   if (pieces > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   // At least a warp for every piece, up to what fits on the device at once.
   const int64_t ctas = std::clamp<int64_t>((pieces + S::kWarps - 1) / S::kWarps, 1, num_sms * S::kCtasPerSm);
-  ScanKernel<S><<<static_cast<unsigned>(ctas), S::kThreads, S::kSharedBytes, stream>>>(args);
-  return cudaGetLastError();
+  return LaunchOverlapped(ScanKernel<S>, static_cast<unsigned>(ctas), S::kThreads, S::kSharedBytes, 0, stream, args);
 }
 
 template <int D, int B, int R, bool kCoarse>

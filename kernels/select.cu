@@ -49,7 +49,7 @@ __device__ void ReadSlice(const SelectArgs& args, const Plan& plan, const Row& r
     ExpectFromAll(plan.cluster == 1, &shared->states_here, static_cast<uint32_t>(row.num_pieces * args.group) * 8);
   AllowSelectable(args, row);
   if (args.max_candidates > 0) MarkCandidates(args, row);
-  WaitInitialised();  // all CTAs run: their memory may be written
+  ptx::ClusterWait();  // all CTAs run: their memory may be written
   const int num_faults = SpreadStates(args, plan, row, shared);
   if (__any_sync(kAllLanes, num_faults != 0) && args.num_faults != nullptr) {
     const int sum = __reduce_add_sync(kAllLanes, num_faults);
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   auto* shared = reinterpret_cast<Shared*>(memory);
   const int num_pages = args.num_pages[blockIdx.z];
   Initialise(args, plan, memory, shared);
-  ArriveInitialised();
+  ptx::ClusterArrive();
   const Row row = MakeRow(args, plan, num_pages, memory);
   ReadSlice(args, plan, row, shared);
   MergeStates(args, row, shared);
@@ -142,6 +142,7 @@ Plan MakePlan(const SelectArgs& args, int cluster) {
   return plan;
 }
 
+// Not by LaunchOverlapped: clusters that are placed while score still runs crowd on the SMs that it leaves first.
 struct Launch {
   Launch(const SelectArgs& args, const Plan& plan, cudaStream_t stream) {
     const auto clusters = static_cast<unsigned>(plan.cluster);

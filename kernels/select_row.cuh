@@ -154,44 +154,15 @@ __device__ inline Row MakeRow(const SelectArgs& args, const Plan& plan, int num_
 
 // --- writing into the shared memory of another CTA --------------------------------------------------
 
-// Between the two every CTA of the cluster has initialised its barriers, and fenced that; nothing else that is
-// written before is read by another CTA.
-__device__ __forceinline__ void ArriveInitialised() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void WaitInitialised() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // What is written this way counts towards the bytes that `barrier` of the same CTA expects. A CTA that is alone in
-// its cluster writes its own memory as usual and waits for its own threads: these instructions want two CTAs at
-// least.
-__device__ __forceinline__ uint32_t AddressIn(int rank, const void* own) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(ptx::SharedAddress(own)), "r"(rank));
-  return address;
-}
-__device__ __forceinline__ void SendTo(bool alone, int rank, uint64_t* place, uint64_t value,
-                                       const uint64_t* barrier) {
+// its cluster writes its own memory as usual and waits for its own threads: Send wants two CTAs at least.
+template <class T>
+__device__ __forceinline__ void SendTo(bool alone, int rank, T* place, const T& value, const uint64_t* barrier) {
   if (alone) {
     *place = value;
-    return;
+  } else {
+    ptx::Send(rank, place, value, barrier);
   }
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(AddressIn(rank, place)),
-      "l"(value), "r"(AddressIn(rank, barrier))
-      : "memory");
-}
-__device__ __forceinline__ void SendTo(bool alone, int rank, uint4* place, const uint4& value,
-                                       const uint64_t* barrier) {
-  if (alone) {
-    *place = value;
-    return;
-  }
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   AddressIn(rank, place)),
-               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(AddressIn(rank, barrier))
-               : "memory");
 }
 
 __device__ __forceinline__ void ExpectFromAll(bool alone, uint64_t* barrier, uint32_t bytes) {

@@ -1,21 +1,16 @@
-// Goal: the kernels that move and attend units give what the reference gives. Method: random units on the
-// host and the device; bytes compared exactly, attention within the tolerance of kernels/README.md. The
-// generation guard is tried against a host thread that rewrites the units while they are gathered.
+// Goal: the kernels that move units give what the reference gives. Method: random units on the host and the device; bytes
+// compared exactly. The generation guard is tried against a host thread that rewrites the units while they are gathered.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstring>
-#include <limits>
-#include <memory>
 #include <random>
 #include <thread>
 
 #include "kernels/append.h"
-#include "kernels/attend.h"
 #include "kernels/checksum.h"
 #include "kernels/dtype.h"
 #include "kernels/gather.h"
@@ -113,6 +108,35 @@ TEST_F(UnitsParityTest, GatherCopiesSealedUnitsAndZeroesTheOthers) {
     }
   }
   EXPECT_EQ(LaunchGatherUnits(nullptr, 1, 100, nullptr, nullptr), cudaErrorInvalidValue);
+}
+
+// Units of the caller's own memory, device or pinned, carry no header: they are copied whatever the generation says.
+TEST_F(UnitsParityTest, UnitsWithoutAHeaderAreAlwaysValid) {
+  constexpr size_t kUnitBytes = 8192, kUnits = 9;
+  const std::vector<uint8_t> bytes = RandomBytes(kUnits * kUnitBytes, 7);
+  uint8_t* pinned = nullptr;
+  KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&pinned), bytes.size(), cudaHostAllocMapped));
+  std::memcpy(pinned, bytes.data(), bytes.size());
+  PageHeader* header = nullptr;
+  KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&header), sizeof(PageHeader), cudaHostAllocMapped));
+  header->generation.store(6);
+  DeviceArray<uint8_t> out(bytes.size()), valid(kUnits);
+  std::vector<GatherUnit> units;
+  for (size_t i = 0; i < kUnits; ++i) {
+    // One unit beside them has a header, and is gone.
+    units.push_back({pinned + i * kUnitBytes, i == 4 ? header : nullptr, i == 4 ? 8u : 1u, out.data() + i * kUnitBytes});
+  }
+  DeviceArray<GatherUnit> d_units(units);
+  KVD_CUDA_OK(LaunchGatherUnits(d_units.data(), kUnits, kUnitBytes, valid.data(), nullptr));
+  const std::vector<uint8_t> got = out.Download();
+  EXPECT_EQ(valid.Download(), (std::vector<uint8_t>{1, 1, 1, 1, 0, 1, 1, 1, 1}));
+  std::vector<uint8_t> want(bytes.size()), flags(kUnits);
+  for (size_t i = 0; i < kUnits; ++i) units[i].destination = want.data() + i * kUnitBytes;
+  EXPECT_EQ(ref::GatherUnits(units.data(), kUnits, kUnitBytes, flags.data()), 8);
+  EXPECT_EQ(got, want);
+  EXPECT_EQ(std::memcmp(got.data() + 5 * kUnitBytes, bytes.data() + 5 * kUnitBytes, kUnitBytes), 0);
+  KVD_CUDA_OK(cudaFreeHost(pinned));
+  KVD_CUDA_OK(cudaFreeHost(header));
 }
 
 // The word that every four bytes of a unit hold when `slot` is sealed for the generation.
@@ -229,141 +253,6 @@ TEST_F(UnitsParityTest, PackingAndAppendingGiveTheReferencesBytes) {
     EXPECT_EQ(d_units.Download(), want);
     EXPECT_NE(before, want);
   }
-}
-
-// --- attend ----------------------------------------------------------------------------------------
-
-struct AttendCase {
-  int head_dim, page_tokens, group;
-  KvDtype dtype;
-  float softcap;
-};
-
-struct Attention {
-  std::vector<float> o, lse;
-};
-
-// Three sequences of two KV heads over units of random keys; the last unit of a list is partly filled, its
-// other rows are NaN. One list is empty.
-class AttendBatch {
- public:
-  static constexpr int kN = 3, kHeads = 2, kMaxUnits = 150;
-  explicit AttendBatch(const AttendCase& c) : case_(c), bytes_(MakeUnitLayout(c.head_dim, c.page_tokens).bytes) {
-    constexpr int kUnits = 80;
-    const int64_t values = static_cast<int64_t>(bytes_ / 2);
-    std::vector<uint16_t> all = RandomKv(kUnits * values, c.dtype, 1.0f, 3);
-    for (int64_t i = 0; i < values; ++i) {  // the last unit: five tokens
-      const int64_t token = i / c.head_dim % c.page_tokens;
-      if (token >= 5) all[static_cast<size_t>((kUnits - 1) * values + i)] = 0x7FFF;
-    }
-    units_.resize(all.size() * 2);
-    std::memcpy(units_.data(), all.data(), units_.size());
-    d_units_ = std::make_unique<DeviceArray<uint8_t>>(units_);
-    query_ = RandomKv(int64_t{kN} * kHeads * c.group * c.head_dim, c.dtype, 2.0f, 4);
-    d_query_ = std::make_unique<DeviceArray<uint16_t>>(query_);
-    counts_ = {150, 37, 1, 0, 64, 65};
-    std::mt19937 random(7);
-    host_.resize(kN * kHeads * kMaxUnits);
-    for (size_t row = 0; row < counts_.size(); ++row) {
-      for (int i = 0; i < counts_[row]; ++i) {
-        const bool last = i + 1 == counts_[row];
-        const size_t unit = last ? kUnits - 1 : random() % (kUnits - 1);
-        host_[row * kMaxUnits + static_cast<size_t>(i)] = {units_.data() + unit * bytes_, last ? 5 : c.page_tokens};
-      }
-    }
-    std::vector<UnitRef> on_device = host_;
-    for (UnitRef& ref : on_device)
-      if (ref.unit != nullptr) ref.unit = d_units_->data() + (ref.unit - units_.data());
-    d_refs_ = std::make_unique<DeviceArray<UnitRef>>(on_device);
-    d_counts_ = std::make_unique<DeviceArray<int32_t>>(counts_);
-  }
-  size_t Rows() const { return static_cast<size_t>(kN * kHeads * case_.group); }
-
-  Attention Ref() const {
-    Attention out = {std::vector<float>(Rows() * static_cast<size_t>(case_.head_dim)), std::vector<float>(Rows())};
-    ref::Attend(Args(query_.data(), host_.data(), counts_.data(), out.o.data(), out.lse.data()));
-    return out;
-  }
-  Attention Gpu() const {
-    DeviceArray<float> o(Rows() * static_cast<size_t>(case_.head_dim)), lse(Rows());
-    o.Poison();
-    lse.Poison();
-    const Graph graph([&](cudaStream_t stream) {
-      KVD_CUDA_OK(LaunchAttend(Args(d_query_->data(), d_refs_->data(), d_counts_->data(), o.data(), lse.data()), stream));
-    });
-    graph.Replay();
-    return {o.Download(), lse.Download()};
-  }
-
- private:
-  AttendArgs Args(const uint16_t* query, const UnitRef* units, const int32_t* counts, float* o, float* lse) const {
-    return {kN, kHeads, case_.group, case_.head_dim, case_.page_tokens, case_.dtype,
-            1.0f / std::sqrt(static_cast<float>(case_.head_dim)), case_.softcap, query, kMaxUnits, units, counts, o, lse};
-  }
-  AttendCase case_;
-  size_t bytes_;
-  std::vector<uint8_t> units_;
-  std::vector<uint16_t> query_;
-  std::vector<int32_t> counts_;
-  std::vector<UnitRef> host_;
-  std::unique_ptr<DeviceArray<uint8_t>> d_units_;
-  std::unique_ptr<DeviceArray<uint16_t>> d_query_;
-  std::unique_ptr<DeviceArray<UnitRef>> d_refs_;
-  std::unique_ptr<DeviceArray<int32_t>> d_counts_;
-};
-
-// Rows whose lse is off by more than 1e-5 (relative above 1), or whose o is off by more than 4e-5 of its
-// largest component.
-int CountWrong(const Attention& got, const Attention& want) {
-  const size_t dim = want.o.size() / want.lse.size();
-  int wrong = 0;
-  for (size_t row = 0; row < want.lse.size(); ++row) {
-    const float w = want.lse[row], g = got.lse[row];
-    bool bad = !(w == g || std::abs(w - g) <= 1e-5f * std::max(1.0f, std::abs(w)));
-    float largest = 0;
-    for (size_t d = 0; d < dim; ++d) largest = std::max(largest, std::abs(want.o[row * dim + d]));
-    for (size_t d = 0; d < dim; ++d) bad |= !(std::abs(want.o[row * dim + d] - got.o[row * dim + d]) <= 4e-5f * largest);
-    if (bad && ++wrong <= 3) std::printf("row %zu: lse %.9g, want %.9g; o %.9g, want %.9g\n", row, double{g}, double{w},
-                                         double{got.o[row * dim]}, double{want.o[row * dim]});
-  }
-  return wrong;
-}
-
-TEST_F(UnitsParityTest, AttentionEqualsTheReference) {
-  for (const AttendCase& c : {AttendCase{128, 16, 4, KvDtype::kBf16, 0}, {128, 32, 12, KvDtype::kFp16, 0},
-                              {64, 16, 3, KvDtype::kBf16, 0}, {64, 32, 16, KvDtype::kFp16, 30}, {96, 16, 7, KvDtype::kBf16, 20},
-                              {96, 32, 1, KvDtype::kFp16, 0}, {256, 16, 5, KvDtype::kBf16, 0}, {256, 32, 16, KvDtype::kBf16, 50}}) {
-    const AttendBatch batch(c);
-    const Attention want = batch.Ref(), got = batch.Gpu(), again = batch.Gpu();
-    EXPECT_EQ(CountWrong(got, want), 0) << "D " << c.head_dim << " B " << c.page_tokens << " G " << c.group;
-    EXPECT_EQ(got.o, again.o);
-    EXPECT_EQ(got.lse, again.lse);
-    Attention swapped = got;  // the first two heads
-    std::swap(swapped.lse[0], swapped.lse[static_cast<size_t>(c.group)]);
-    EXPECT_EQ(CountWrong(swapped, want), 2);
-    Attention shifted = got;
-    std::rotate(shifted.o.begin(), shifted.o.begin() + 1, shifted.o.end());
-    EXPECT_GT(CountWrong(shifted, want), static_cast<int>(batch.Rows()) / 2);
-  }
-}
-
-TEST_F(UnitsParityTest, MergedPartsEqualTheReferenceAndEmptyPartsAreNeutral) {
-  constexpr size_t kRows = 6, kDim = 96;
-  const float infinity = std::numeric_limits<float>::infinity();
-  std::vector<float> o1(kRows * kDim), o2(kRows * kDim), o(kRows * kDim), lse(kRows);
-  for (size_t i = 0; i < o1.size(); ++i) {
-    o1[i] = std::sin(static_cast<float>(i));
-    o2[i] = std::cos(static_cast<float>(3 * i));
-  }
-  std::vector<float> lse1 = {1, 2, -infinity, 5, -infinity, 80}, lse2 = {2, 1, 3, -infinity, -infinity, -80};
-  for (size_t i = 2 * kDim; i < 3 * kDim; ++i) o1[i] = 0;
-  ref::MergeAttention({kRows, kDim, o1.data(), lse1.data(), o2.data(), lse2.data(), o.data(), lse.data()});
-  DeviceArray<float> d_o1(o1), d_o2(o2), d_lse1(lse1), d_lse2(lse2);
-  KVD_CUDA_OK(LaunchMergeAttention({kRows, kDim, d_o1.data(), d_lse1.data(), d_o2.data(), d_lse2.data(), d_o1.data(),
-                                    d_lse1.data()}, nullptr));
-  const std::vector<float> got_o = d_o1.Download(), got_lse = d_lse1.Download();
-  for (size_t i = 0; i < o.size(); ++i) EXPECT_NEAR(got_o[i], o[i], 2e-6);
-  for (size_t i = 0; i < lse.size(); ++i) EXPECT_TRUE(got_lse[i] == lse[i] || std::abs(got_lse[i] - lse[i]) < 1e-5f) << i;
 }
 
 }  // namespace
