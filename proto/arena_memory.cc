@@ -27,9 +27,27 @@ size_t PageRounded(size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-// Bytes of descriptor `i`: the slabs, then the headers.
-size_t DescriptorBytes(const ArenaShape& shape, size_t i) {
-  return PageRounded(i < shape.num_slabs() ? shape.slab_bytes() : shape.header_bytes());
+// Bytes of part `i`, which has a descriptor: the slabs, then the headers.
+size_t PartBytes(const ArenaShape& shape, size_t i) {
+  return i < shape.num_slabs() ? shape.slab_bytes() : shape.header_bytes();
+}
+size_t DescriptorBytes(const ArenaShape& shape, size_t i) { return PageRounded(PartBytes(shape, i)); }
+
+// Of an arena that is to be made.
+absl::Status CheckShape(const ArenaShape& shape) {
+  if (shape.num_slots > 0 && shape.slots_per_slab > 0) return absl::OkStatus();
+  return absl::InvalidArgumentError("arena memory: the shape has no slots: give the arena more bytes");
+}
+
+// Of an arena that another process made.
+absl::Status CheckOffer(const ArenaShape& shape, size_t num_descriptors) {
+  if (shape.num_slots == 0 || shape.slots_per_slab == 0) {
+    return absl::FailedPreconditionError("arena memory: the daemon's shape has no slots");
+  }
+  if (num_descriptors == size_t{shape.num_slabs()} + 1) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrFormat("arena memory: expected %d descriptors, got %d: the daemon has another shape",
+                      shape.num_slabs() + 1, num_descriptors));
 }
 
 absl::StatusOr<UniqueFd> MakeMemory(const char* name, size_t bytes) {
@@ -77,24 +95,8 @@ ArenaShape CarveArena(const KvGeometry& geometry, uint64_t bytes) {
   return shape;
 }
 
-UniqueFd& UniqueFd::operator=(UniqueFd&& other) noexcept {
-  if (this != &other) {
-    if (fd_ >= 0) close(fd_);
-    fd_ = other.release();
-  }
-  return *this;
-}
-
-UniqueFd::~UniqueFd() {
-  if (fd_ >= 0) close(fd_);
-}
-
-int UniqueFd::release() { return std::exchange(fd_, -1); }
-
 absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MakeShared(const ArenaShape& shape) {
-  if (shape.num_slots == 0 || shape.slots_per_slab == 0) {
-    return absl::InvalidArgumentError("arena memory: the shape has no slots: give the arena more bytes");
-  }
+  KVD_RETURN_IF_ERROR(CheckShape(shape));
   std::unique_ptr<ArenaMemory> memory(new ArenaMemory());
   memory->shape_ = shape;
   for (size_t i = 0; i <= shape.num_slabs(); ++i) {
@@ -114,14 +116,7 @@ absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MakeShared(const Arena
 
 absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MapShared(const ArenaShape& shape,
                                                                     std::vector<UniqueFd> descriptors) {
-  if (shape.num_slots == 0 || shape.slots_per_slab == 0) {
-    return absl::FailedPreconditionError("arena memory: the daemon's shape has no slots");
-  }
-  if (descriptors.size() != size_t{shape.num_slabs()} + 1) {
-    return absl::FailedPreconditionError(
-        absl::StrFormat("arena memory: expected %d descriptors, got %d: the daemon has another shape",
-                        shape.num_slabs() + 1, descriptors.size()));
-  }
+  KVD_RETURN_IF_ERROR(CheckOffer(shape, descriptors.size()));
   for (size_t i = 0; i < descriptors.size(); ++i) {
     KVD_RETURN_IF_ERROR(CheckDescriptor(descriptors[i].get(), i, DescriptorBytes(shape, i)));
   }
@@ -130,6 +125,44 @@ absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MapShared(const ArenaS
   memory->descriptors_ = std::move(descriptors);
   KVD_RETURN_IF_ERROR(memory->MapAll(PROT_READ));
   return memory;
+}
+
+absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MakeGpu(const ArenaShape& shape, int gpu) {
+  KVD_RETURN_IF_ERROR(CheckShape(shape));
+  std::unique_ptr<ArenaMemory> memory(new ArenaMemory());
+  memory->shape_ = shape;
+  memory->place_ = OnGpu(gpu);
+  for (size_t i = 0; i <= shape.num_slabs(); ++i) {
+    absl::StatusOr<std::unique_ptr<GpuMemory>> part = GpuMemory::Make(gpu, PartBytes(shape, i));
+    if (!part.ok()) return Annotate(part.status(), absl::StrFormat("arena memory, part %d of %d", i + 1, shape.num_slabs() + 1));
+    memory->descriptors_.push_back((*part)->TakeDescriptor());
+    memory->AddGpuMemory(*std::move(part));
+  }
+  return memory;
+}
+
+absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MapGpu(const ArenaShape& shape,
+                                                                 std::vector<UniqueFd> descriptors, int gpu) {
+  KVD_RETURN_IF_ERROR(CheckOffer(shape, descriptors.size()));
+  std::unique_ptr<ArenaMemory> memory(new ArenaMemory());
+  memory->shape_ = shape;
+  memory->place_ = OnGpu(gpu);
+  for (size_t i = 0; i < descriptors.size(); ++i) {
+    absl::StatusOr<std::unique_ptr<GpuMemory>> part =
+        GpuMemory::MapReadOnly(gpu, descriptors[i].get(), PartBytes(shape, i));
+    if (!part.ok()) return Annotate(part.status(), absl::StrFormat("arena descriptor %d", i));
+    memory->AddGpuMemory(*std::move(part));
+  }
+  return memory;
+}
+
+void ArenaMemory::AddGpuMemory(std::unique_ptr<GpuMemory> memory) {
+  if (gpu_memory_.size() < shape_.num_slabs()) {
+    slabs_.push_back(memory->data());
+  } else {
+    headers_ = reinterpret_cast<PageHeader*>(memory->data());
+  }
+  gpu_memory_.push_back(std::move(memory));
 }
 
 absl::Status ArenaMemory::MapAll(int protection) {
@@ -150,6 +183,7 @@ absl::Status ArenaMemory::MapAll(int protection) {
 }
 
 ArenaMemory::~ArenaMemory() {
+  if (place_.on_gpu()) return;
   for (size_t i = 0; i < slabs_.size(); ++i) munmap(slabs_[i], DescriptorBytes(shape_, i));
   if (headers_ != nullptr) munmap(headers_, DescriptorBytes(shape_, shape_.num_slabs()));
 }

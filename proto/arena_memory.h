@@ -1,8 +1,9 @@
-// The memory of one arena as descriptors: slabs of sealed memfd memory that its daemon writes and that
-// workers of the same host map read-only.
+// The memory of one arena as descriptors: slabs that its daemon writes and that workers of the same host map
+// read-only, in host memory (sealed memfd) or in a GPU's (proto/gpu_memory.h).
 //
 // Why memfd and seals: a reader can neither write nor truncate what it was given, whatever it tries.
 // A slab holds slots_per_slab slots' units, then their records; one more descriptor holds all page headers.
+// In a GPU's memory every address below is a device address: nothing of it may be read or written by ordinary code.
 // Thread safety: immutable after Make / Map; the bytes themselves are guarded by generations (design G1).
 
 #ifndef LOCKS_KVD_PROTO_ARENA_MEMORY_H_
@@ -16,6 +17,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/layout.h"
+#include "kernels/memory_space.h"
+#include "proto/gpu_memory.h"
+#include "proto/unique_fd.h"
 
 namespace kvd {
 
@@ -37,21 +41,6 @@ struct ArenaShape {
 // slots fit (one is the canary's).
 ArenaShape CarveArena(const KvGeometry& geometry, uint64_t bytes);
 
-// A file descriptor that closes itself.
-class UniqueFd {
- public:
-  UniqueFd() = default;
-  explicit UniqueFd(int fd) : fd_(fd) {}
-  UniqueFd(UniqueFd&& other) noexcept : fd_(other.release()) {}
-  UniqueFd& operator=(UniqueFd&& other) noexcept;
-  ~UniqueFd();
-  int get() const { return fd_; }
-  int release();
-
- private:
-  int fd_ = -1;
-};
-
 // One mapping of a whole arena, read-only or writable.
 class ArenaMemory {
  public:
@@ -62,11 +51,20 @@ class ArenaMemory {
   // kFailedPrecondition if a descriptor is not sealed, or has another size than `shape` says.
   static absl::StatusOr<std::unique_ptr<ArenaMemory>> MapShared(const ArenaShape& shape,
                                                                 std::vector<UniqueFd> descriptors);
+  // The same in the memory of `gpu`: whole granules, mapped there, zeroed. Errors: see GpuMemory; built without CUDA:
+  // kFailedPrecondition.
+  static absl::StatusOr<std::unique_ptr<ArenaMemory>> MakeGpu(const ArenaShape& shape, int gpu);
+  // Worker: maps such descriptors read-only on its own `gpu`, which may be another one than the daemon's; they are closed
+  // then. kFailedPrecondition if their number or a size is not what `shape` says, or the GPU cannot map them.
+  static absl::StatusOr<std::unique_ptr<ArenaMemory>> MapGpu(const ArenaShape& shape,
+                                                             std::vector<UniqueFd> descriptors, int gpu);
   ~ArenaMemory();
   ArenaMemory(const ArenaMemory&) = delete;
   ArenaMemory& operator=(const ArenaMemory&) = delete;
 
   const ArenaShape& shape() const { return shape_; }
+  const MemoryPlace& place() const { return place_; }
+  // What Map takes; empty for a mapping of a GPU's memory.
   const std::vector<UniqueFd>& descriptors() const { return descriptors_; }
 
   // REQUIRES: slot < num_slots and, for units, layer and head in range. The writable forms are for the
@@ -88,9 +86,12 @@ class ArenaMemory {
  private:
   ArenaMemory() = default;
   absl::Status MapAll(int protection);
+  void AddGpuMemory(std::unique_ptr<GpuMemory> memory);
 
   ArenaShape shape_;
+  MemoryPlace place_;
   std::vector<UniqueFd> descriptors_;
+  std::vector<std::unique_ptr<GpuMemory>> gpu_memory_;  // slabs, then headers; none in host memory
   std::vector<uint8_t*> slabs_;
   PageHeader* headers_ = nullptr;
 };

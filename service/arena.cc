@@ -1,9 +1,6 @@
 #include "service/arena.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -47,9 +44,14 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Make(ArenaOptions options) {
         "raise it",
         ArenaName(options), slot.slot_bytes() + slot.summary_bytes(), options.bytes));
   }
-  absl::StatusOr<std::unique_ptr<ArenaMemory>> memory = ArenaMemory::MakeShared(shape);
+  absl::StatusOr<std::unique_ptr<ArenaMemory>> memory =
+      options.place.on_gpu() ? ArenaMemory::MakeGpu(shape, options.place.gpu) : ArenaMemory::MakeShared(shape);
   if (!memory.ok()) return Annotate(memory.status(), ArenaName(options));
-  return std::unique_ptr<Arena>(new Arena(std::move(options), *std::move(memory)));
+  std::unique_ptr<Arena> arena(new Arena(std::move(options), *std::move(memory)));
+  if (const absl::Status started = arena->Start(); !started.ok()) {
+    return Annotate(started, ArenaName(arena->options()));
+  }
+  return arena;
 }
 
 Arena::Arena(ArenaOptions options, std::unique_ptr<ArenaMemory> memory)
@@ -61,19 +63,35 @@ Arena::Arena(ArenaOptions options, std::unique_ptr<ArenaMemory> memory)
       evictor_(memory_->shape().num_slots),
       reservations_(memory_->shape().num_slots),
       tickets_(memory_->shape().num_slots),
-      leased_since_(memory_->shape().num_slots) {
-  uint8_t* canary = memory_->slot_base(kCanarySlot);
-  for (uint64_t i = 0; i < slot_layout_.slot_bytes() / sizeof(uint64_t); ++i) {
+      leased_since_(memory_->shape().num_slots) {}
+
+absl::Status Arena::Start() {
+  KVD_ASSIGN_OR_RETURN(store_, PageStore::Make(*memory_, {.geometry = options_.geometry,
+                                                          .encoder = options_.encoder,
+                                                          .metric = &options_.metric}));
+  const size_t page_bytes = slot_layout_.slot_bytes(), record_bytes = slot_layout_.summary_bytes();
+  StagingBuffer staging;
+  uint8_t* const canary = staging.Reserve(page_bytes + record_bytes, store_->place());
+  for (uint64_t i = 0; i < page_bytes / sizeof(uint64_t); ++i) {
     const uint64_t word = CanaryWord(options_.incarnation, i);
     std::memcpy(canary + i * sizeof(word), &word, sizeof(word));
   }
-  std::memset(memory_->summary(kCanarySlot), 0, slot_layout_.summary_bytes());
-  for (uint32_t slot = kCanarySlot + 1; slot < memory_->shape().num_slots; ++slot) {
-    memory_->header(slot)->generation.store(1, std::memory_order_relaxed);
+  uint8_t* const records = canary + page_bytes;
+  std::memset(records, 0, record_bytes);
+  std::vector<PageStore::UnitWrite> units;
+  for (int layer = 0; layer < slot_layout_.num_layers; ++layer) {
+    for (int head = 0; head < slot_layout_.shard_heads; ++head) {
+      units.push_back({kCanarySlot, layer, head, canary + slot_layout_.unit_offset(layer, head)});
+    }
   }
-  PublishSealed(kCanarySlot, PageKey{},
-                Checksum64(memory_->summary(kCanarySlot), slot_layout_.summary_bytes()),
-                kCanaryGeneration);
+  store_->WriteUnits(units);
+  const PageStore::RecordsWrite of_canary = {kCanarySlot, records};
+  store_->WriteRecords({&of_canary, 1});
+  std::vector<PageStore::Gone> empty;
+  for (uint32_t slot = kCanarySlot + 1; slot < memory_->shape().num_slots; ++slot) empty.push_back({slot, 1});
+  store_->PublishGone(empty);
+  store_->PublishSealed(kCanarySlot, kCanaryGeneration, PageKey{}, Checksum64(records, record_bytes));
+  return absl::OkStatus();
 }
 
 Arena::~Arena() {
@@ -81,22 +99,6 @@ Arena::~Arena() {
   for (const auto& reservation : reservations_) {
     KVD_CHECK(reservation == nullptr || reservation->pins == 0);
   }
-}
-
-// Key and checksum first, then the even generation: a reader that sees it sees them, and the units
-// and records, which were written before.
-void Arena::PublishSealed(uint32_t slot, const PageKey& key, uint64_t summary_checksum,
-                          uint64_t generation) {
-  PageHeader* header = memory_->header(slot);
-  const auto words = std::bit_cast<std::array<uint64_t, 2>>(key);
-  // Readers may look at any time; whole-word stores keep what they see defined (the generation
-  // judges it).
-  auto* key_words = reinterpret_cast<uint64_t*>(header->key);
-  std::atomic_ref<uint64_t>(key_words[0]).store(words[0], std::memory_order_relaxed);
-  std::atomic_ref<uint64_t>(key_words[1]).store(words[1], std::memory_order_relaxed);
-  std::atomic_ref<uint64_t>(header->summary_checksum)
-      .store(summary_checksum, std::memory_order_relaxed);
-  header->generation.store(generation, std::memory_order_release);
 }
 
 // --- data plane ---
@@ -140,6 +142,7 @@ absl::Status Arena::CheckUnit(int layer, int head) const {
 
 absl::StatusOr<ReservationPin> Arena::PinReservation(SessionId session, Ticket ticket) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  KVD_CHECK(unpublished_.empty());  // whoever evicted a slot told its readers before it could be written
   Reservation* reservation = FindReservationLocked(session, ticket);
   const bool sealed = reservation == nullptr && IsSealedTicketLocked(session, ticket);
   if (sealed || (reservation != nullptr && reservation->sealing)) {

@@ -1,9 +1,10 @@
 // The memory of one tenant and model: pages, records, headers, and the private truth about them.
 //
 // The daemon's truth (page table, generations, leases) is in this process's private memory; headers
-// are a copy that is published for readers and never read back. Thread safety: safe. Locks are held
-// for table work only, never while bytes are copied: a writer holds a ReservationPin instead, and a
-// reader's copy is proved by the generation.
+// are a copy that is published for readers and never read back. Who touches bytes, in host memory or on a
+// GPU, is the PageStore. Thread safety: safe. Locks are held for table work and while evicted pages'
+// headers turn odd, never while bytes are copied: a writer holds a ReservationPin instead, and a reader's
+// copy is proved by the generation.
 
 #ifndef LOCKS_KVD_SERVICE_ARENA_H_
 #define LOCKS_KVD_SERVICE_ARENA_H_
@@ -32,6 +33,7 @@
 #include "proto/wire.h"
 #include "service/evictor.h"
 #include "service/lease_table.h"
+#include "service/page_store.h"
 #include "service/page_table.h"
 
 namespace kvd {
@@ -50,7 +52,10 @@ class ReservationPin {
   ReservationPin& operator=(ReservationPin&& other) noexcept;
   ~ReservationPin();
 
-  // Where a unit's bytes go. REQUIRES: layer and head in range (CheckUnit).
+  // Whose units the holder may write.
+  uint32_t slot() const { return slot_; }
+  // Where a unit's bytes go; in an arena on a GPU a device address. REQUIRES: layer and head in
+  // range (CheckUnit).
   uint8_t* unit(int layer, int head) const;
   // Marks a unit as complete; writing the same unit twice is allowed and the later bytes stand.
   void MarkReceived(int layer, int head);
@@ -72,6 +77,7 @@ struct ArenaOptions {
   KvGeometry geometry;
   Fingerprint model_fingerprint = {};
   uint64_t bytes = 0;
+  MemoryPlace place;  // of pages, records and headers
   Encoder encoder = Encoder::kE1;
   QueryMetric metric;  // empty unless encoder is kE1S
   uint32_t reservations_per_session = 65536;
@@ -179,8 +185,8 @@ struct SealOutcome {
 class Arena {
  public:
   // Carves the memory, fills the canary slot. kInvalidArgument if `bytes` holds fewer than two
-  // slots or the options contradict each other; kResourceExhausted if the kernel refuses the
-  // memory.
+  // slots or the options contradict each other; kResourceExhausted if the kernel or the GPU refuses
+  // the memory; kFailedPrecondition if there is no such GPU.
   static absl::StatusOr<std::unique_ptr<Arena>> Make(ArenaOptions options);
   // REQUIRES: no pin and no call is under way.
   ~Arena();
@@ -192,6 +198,7 @@ class Arena {
   const KvGeometry& geometry() const { return options_.geometry; }
   const ArenaOptions& options() const { return options_; }
   const ArenaMemory& memory() const { return *memory_; }
+  PageStore& store() const { return *store_; }
 
   // --- data plane ---
 
@@ -318,12 +325,12 @@ class Arena {
   };
 
   Arena(ArenaOptions options, std::unique_ptr<ArenaMemory> memory);
+  // What the constructor cannot do because it can fail.
+  absl::Status Start();
   static uint32_t SlotOf(Ticket ticket) {
     return static_cast<uint32_t>(static_cast<uint64_t>(ticket));
   }
   static absl::Status UnknownTicket();
-  void PublishSealed(uint32_t slot, const PageKey& key, uint64_t summary_checksum,
-                     uint64_t generation);
 
   absl::Status CheckLiveLocked(SessionId session) const;
   absl::Status CheckRoomLocked(SessionId session, size_t more) const;
@@ -334,6 +341,9 @@ class Arena {
   bool IsSealedLocked(const PageLocation& location) const;
   bool EvictOneLocked();
   void EvictLocked(uint32_t slot);
+  // REQUIRES: called before the mutex is let go after EvictLocked: until then nobody can write to
+  // those slots.
+  void PublishEvictedLocked();
   void NoteEvictionLocked(const PageLocation& page);
   // Appends the page's location in each shard; false, leaving `out` alone, unless all are sealed.
   bool LocateLocked(const PageKey& key, std::span<const uint32_t> shards,
@@ -376,7 +386,6 @@ class Arena {
   absl::StatusOr<SealOutcome> SealWith(
       SessionId session, Ticket ticket,
       const std::function<absl::StatusOr<uint64_t>(uint32_t slot, const SealStart&)>& make_records);
-  absl::StatusOr<uint64_t> ProveCopy(uint32_t slot, uint64_t summary_checksum) const;
   absl::StatusOr<SealStart> BeginSeal(SessionId session, Ticket ticket);
   absl::Status CheckCompleteLocked(const Reservation& reservation) const;
   absl::StatusOr<SealOutcome> FinishSeal(SessionId session, uint32_t slot,
@@ -385,6 +394,7 @@ class Arena {
   const ArenaOptions options_;
   const SlotLayout slot_layout_;
   const std::unique_ptr<ArenaMemory> memory_;
+  std::unique_ptr<PageStore> store_;
 
   mutable std::mutex mutex_;  // guards what follows; functions named ...Locked need it
   std::condition_variable reservation_changed_;  // a pin dropped, or a Seal ended
@@ -394,6 +404,7 @@ class Arena {
   absl::flat_hash_map<SessionId, Session> sessions_;
   std::vector<std::unique_ptr<Reservation>> reservations_;  // [num_slots]
   std::vector<SlotTicket> tickets_;                         // [num_slots]
+  std::vector<PageStore::Gone> unpublished_;                // evicted under this hold of the mutex
   // Slots that are being copied, with the end of their last lease if nobody held them.
   std::vector<std::pair<uint32_t, std::optional<absl::Duration>>> copying_;
   std::vector<absl::Duration> leased_since_;                // [num_slots] of leased slots

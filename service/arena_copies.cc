@@ -2,10 +2,7 @@
 
 #include <algorithm>
 
-#include "absl/strings/str_format.h"
 #include "kernels/check.h"
-#include "kernels/checksum.h"
-#include "kernels/layout.h"
 #include "proto/status.h"
 #include "service/arena.h"
 
@@ -35,31 +32,6 @@ void Arena::MarkRecordsReceived(uint32_t slot) {
   reservations_[slot]->last_activity = options_.clock->Now();
 }
 
-// The records are the sealing daemon's own (their checksum is in its page header), and they hold the
-// checksum of every unit.
-absl::StatusOr<uint64_t> Arena::ProveCopy(uint32_t slot, uint64_t summary_checksum) const {
-  const uint8_t* records = memory_->summary(slot);
-  const uint64_t checksum = Checksum64(records, slot_layout_.summary_bytes());
-  if (checksum != summary_checksum) {
-    return absl::DataLossError(
-        absl::StrFormat("the records' checksum is %016x, expected %016x: the copy is refused; send it again",
-                        checksum, summary_checksum));
-  }
-  const KvGeometry& g = options_.geometry;
-  const SummaryLayout summary = MakeSummaryLayout(g.head_dim, g.page_tokens, g.rank);
-  for (int layer = 0; layer < slot_layout_.num_layers; ++layer) {
-    for (int head = 0; head < slot_layout_.shard_heads; ++head) {
-      const uint64_t unit = Checksum64(memory_->unit(slot, layer, head), slot_layout_.unit_bytes);
-      if (unit == UnitChecksumOf(records + slot_layout_.coarse_offset(layer, head), summary)) continue;
-      return absl::DataLossError(absl::StrFormat(
-          "layer %d, head %d: the unit's checksum is not the one in its record: the copy is refused; "
-          "send it again",
-          layer, head));
-    }
-  }
-  return checksum;
-}
-
 absl::StatusOr<SealOutcome> Arena::SealCopy(SessionId session, Ticket ticket,
                                             uint64_t summary_checksum) {
   return SealWith(session, ticket,
@@ -69,7 +41,8 @@ absl::StatusOr<SealOutcome> Arena::SealCopy(SessionId session, Ticket ticket,
                           "the page's records did not come: the reservation is given back; send "
                           "units and records, then seal");
                     }
-                    return ProveCopy(slot, summary_checksum);
+                    KVD_RETURN_IF_ERROR(store_->ProveCopy(slot, summary_checksum));
+                    return summary_checksum;
                   });
 }
 
@@ -122,6 +95,7 @@ size_t Arena::DropIdle(std::span<const PageLocation> locations) {
     EvictLocked(location.slot);
     ++dropped;
   }
+  PublishEvictedLocked();
   return dropped;
 }
 

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "proto/geometry.h"
+#include "proto/gpu_memory.h"
 #include "proto/page_key.h"
 #include "proto/status.h"
 #include "service/config.h"
@@ -25,6 +26,12 @@ absl::StatusOr<std::vector<std::shared_ptr<Arena>>> MakeArenas(
     options.model_fingerprint =
         ModelFingerprint(options.geometry, proto.identity().weights_id(), proto.identity().rope());
     options.bytes = proto.bytes();
+    if (proto.has_gpu()) {
+      if (const absl::Status gpu = CheckGpu(proto.gpu()); !gpu.ok()) {
+        return Annotate(gpu, absl::StrCat(at, ".gpu"));
+      }
+      options.place = OnGpu(proto.gpu());
+    }
     options.encoder = ArenaEncoder(proto);
     if (options.encoder == Encoder::kE1S) {
       const std::string problem =

@@ -1,7 +1,6 @@
 // The writing side of Arena: reserve, seal, evict.
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <utility>
 
@@ -11,7 +10,6 @@
 #include "proto/placement.h"
 #include "proto/status.h"
 #include "service/arena.h"
-#include "service/sealer.h"
 
 namespace kvd {
 namespace {
@@ -23,13 +21,6 @@ constexpr std::chrono::seconds kPinWait(5);
 
 Ticket MakeTicket(uint32_t serial, uint32_t slot) {
   return static_cast<Ticket>(uint64_t{serial} << 32 | slot);
-}
-
-// The header turns odd before any byte of the slot can change: whoever writes the slot next takes
-// the arena's mutex after this store, and that hand-over orders the store before those writes for
-// readers without a lock. (A fence would say the same; ThreadSanitizer does not know fences.)
-void PublishGone(PageHeader* header, uint64_t odd_generation) {
-  header->generation.store(odd_generation, std::memory_order_seq_cst);
 }
 
 }  // namespace
@@ -55,7 +46,14 @@ bool Arena::EvictOneLocked() {
 void Arena::EvictLocked(uint32_t slot) {
   KVD_CHECK(leases_.holders(slot) == 0);
   NoteEvictionLocked({slot, pages_.slot(slot).generation});
-  PublishGone(memory_->header(slot), pages_.Evict(slot));
+  unpublished_.push_back({slot, pages_.Evict(slot)});
+}
+
+// The headers turn odd before any byte of the slots can change: whoever writes one takes the mutex after this.
+void Arena::PublishEvictedLocked() {
+  if (unpublished_.empty()) return;
+  store_->PublishGone(unpublished_);
+  unpublished_.clear();
 }
 
 void Arena::NoteEvictionLocked(const PageLocation& page) {
@@ -157,6 +155,7 @@ absl::StatusOr<ReserveOutcome> Arena::Reserve(SessionId session, std::span<const
       counters_.reserved_hit += result.state == ReserveOutcome::State::kHit ? 1 : 0;
       counters_.reserved_refused += full ? 1 : 0;
     }
+    PublishEvictedLocked();
   }
   return outcome;
 }
@@ -256,11 +255,25 @@ absl::StatusOr<Arena::SealStart> Arena::BeginSeal(SessionId session, Ticket tick
 
 absl::StatusOr<SealOutcome> Arena::FinishSeal(SessionId session, uint32_t slot,
                                               const absl::StatusOr<uint64_t>& summary_checksum) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   Reservation& reservation = *reservations_[slot];
+  uint64_t generation = 0;
+  if (!reservation.over && summary_checksum.ok()) {
+    // Without the lock: on a GPU that another process keeps busy this takes milliseconds. While the reservation is being
+    // sealed nobody writes or frees the slot; and nobody is told the generation before the table has it.
+    generation = pages_.slot(slot).generation + 1;
+    const PageKey key = pages_.slot(slot).page.key;
+    lock.unlock();
+    store_->PublishSealed(slot, generation, key, *summary_checksum);
+    lock.lock();
+  }
   reservation.sealing = false;
   reservation_changed_.notify_all();
   if (reservation.over) {
+    if (generation != 0) {
+      unpublished_.push_back({slot, pages_.SkipSeal(slot)});
+      PublishEvictedLocked();
+    }
     FreeIfIdleLocked(slot);
     ++counters_.seals_refused;
     return absl::AbortedError("the session ended while its page was being sealed: attach again");
@@ -275,8 +288,8 @@ absl::StatusOr<SealOutcome> Arena::FinishSeal(SessionId session, uint32_t slot,
   sessions_.find(session)->second.reserved.erase(slot);
   reservations_[slot].reset();
   outcome.location = {slot, pages_.Seal(slot)};
+  KVD_CHECK(outcome.location.generation == generation);
   LeaseLocked(session, slot);
-  PublishSealed(slot, pages_.slot(slot).page.key, *summary_checksum, outcome.location.generation);
   ++counters_.sealed_pages;
   return outcome;
 }
@@ -297,13 +310,7 @@ absl::StatusOr<SealOutcome> Arena::SealWith(
 
 absl::StatusOr<SealOutcome> Arena::Seal(SessionId session, Ticket ticket) {
   return SealWith(session, ticket, [this](uint32_t slot, const SealStart& start) {
-    return SummarizePage({.geometry = &options_.geometry,
-                          .encoder = options_.encoder,
-                          .metric = &options_.metric,
-                          .units = memory_->slot_base(slot),
-                          .records = memory_->summary(slot),
-                          .shard = start.shard,
-                          .page_idx = start.page_idx});
+    return store_->BuildRecords(slot, start.shard, start.page_idx);
   });
 }
 

@@ -15,6 +15,7 @@
 #include "proto/address.h"
 #include "proto/arena_memory.h"
 #include "proto/geometry.h"
+#include "proto/gpu_memory.h"
 #include "proto/membership_source.h"
 #include "service/config.h"
 
@@ -173,6 +174,26 @@ void CheckArenaBytes(const std::string& at, const ArenaConfig& arena, Problems* 
                 absl::StrCat(arena.bytes()), "one slot is the canary's, so two are the least");
 }
 
+// Whether such a GPU is there is seen when the daemon starts: a configuration can be checked elsewhere.
+void CheckGpus(const DaemonConfig& config, Problems* problems) {
+  int first = -1;
+  for (int i = 0; i < config.arenas_size(); ++i) {
+    const ArenaConfig& arena = config.arenas(i);
+    if (!arena.has_gpu()) continue;
+    const std::string field = absl::StrFormat("arenas[%d].gpu", i);
+    if (!kBuiltWithCuda) {
+      problems->Add(field, "no GPU, because this locks-kvd was built without CUDA", absl::StrCat(arena.gpu()),
+                    "leave it out for host memory, or use a build with CUDA");
+    } else if (arena.gpu() < 0) {
+      problems->Add(field, "0 or more", absl::StrCat(arena.gpu()), "leave it out for host memory");
+    } else if (first >= 0 && arena.gpu() != config.arenas(first).gpu()) {
+      problems->Add(field, absl::StrFormat("%d, as arenas[%d] has", config.arenas(first).gpu(), first),
+                    absl::StrCat(arena.gpu()), "run a daemon for each GPU");
+    }
+    if (first < 0) first = i;
+  }
+}
+
 void CheckArena(const std::string& at, const ArenaConfig& arena, Problems* problems) {
   if (!IsName(arena.tenant(), "-_.")) {
     problems->Add(at + ".tenant", "1 to 128 letters, digits, '-', '_' or '.'",
@@ -277,6 +298,7 @@ std::vector<std::string> ConfigProblems(const DaemonConfig& config) {
     problems.Add("arenas", "at least one", "none",
                  "a daemon without an arena holds no page: see --help");
   }
+  CheckGpus(config, &problems);
   std::set<std::pair<std::string, std::string>> names;
   for (int i = 0; i < config.arenas_size(); ++i) {
     const ArenaConfig& arena = config.arenas(i);

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "proto/address.h"
+#include "proto/gpu_memory.h"
 #include "proto/status.h"
 #include "spdlog/spdlog.h"
 
@@ -86,9 +87,19 @@ absl::StatusOr<std::unique_ptr<DataPlane>> DataPlane::Make(
     Metrics* metrics, Slowlog* slowlog) {
   std::unique_ptr<DataPlane> plane(new DataPlane());
   plane->host_id_ = ReadHostId();
+  int on_gpu = 0;
+  for (const auto& arena : config.arenas()) {
+    if (!arena.has_gpu()) continue;
+    plane->gpu_ = arena.gpu();
+    ++on_gpu;
+  }
+  plane->all_on_gpu_ = on_gpu > 0 && on_gpu == config.arenas_size();
+  if (plane->gpu_ >= 0) {
+    KVD_ASSIGN_OR_RETURN(plane->gpu_uuid_, GpuUuid(plane->gpu_));
+  }
   if (config.data().ucx()) KVD_RETURN_IF_ERROR(plane->StartUcx(config, sessions, metrics, slowlog));
   if (!config.data().socket_dir().empty()) {
-    KVD_RETURN_IF_ERROR(plane->StartShared(config.data().socket_dir(), control_port, sessions));
+    KVD_RETURN_IF_ERROR(plane->StartSocket(config.data().socket_dir(), control_port, sessions));
   }
   return plane;
 }
@@ -117,7 +128,7 @@ absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config,
   return absl::OkStatus();
 }
 
-absl::Status DataPlane::StartShared(const std::string& directory, uint16_t control_port,
+absl::Status DataPlane::StartSocket(const std::string& directory, uint16_t control_port,
                                     const SessionTable* sessions) {
   KVD_RETURN_IF_ERROR(PrepareDirectory(directory));
   socket_path_ = absl::StrFormat("%s/locks-kvd-%d.sock", directory, control_port);
@@ -127,8 +138,20 @@ absl::Status DataPlane::StartShared(const std::string& directory, uint16_t contr
 
 PathOffers DataPlane::Offers() const {
   PathOffers offers;
-  offers.report.push_back("peer: no: this build serves host memory");
-  if (descriptors_ == nullptr) {
+  if (gpu_ < 0) {
+    offers.report.push_back("peer: no: no arena has a gpu");
+  } else if (descriptors_ == nullptr) {
+    offers.report.push_back("peer: no: data.socket_dir is empty");
+  } else {
+    offers.peer.emplace();
+    offers.peer->set_socket_path(socket_path_);
+    offers.peer->set_host_id(host_id_);
+    offers.peer->set_gpu_uuid(gpu_uuid_);
+    offers.report.push_back(absl::StrCat("peer: yes: GPU ", gpu_, " ", gpu_uuid_, " by ", socket_path_));
+  }
+  if (all_on_gpu_) {
+    offers.report.push_back("shared: no: every arena has a gpu");
+  } else if (descriptors_ == nullptr) {
     offers.report.push_back("shared: no: data.socket_dir is empty");
   } else {
     offers.shared.emplace();

@@ -48,11 +48,14 @@ class DataPlane {
   DataPlane() = default;
   absl::Status StartUcx(const locks_kvd::v1::DaemonConfig& config, SessionTable* sessions,
                         Metrics* metrics, Slowlog* slowlog);
-  absl::Status StartShared(const std::string& directory, uint16_t control_port,
+  absl::Status StartSocket(const std::string& directory, uint16_t control_port,
                            const SessionTable* sessions);
 
-  std::string socket_path_;  // empty: no shared path
+  std::string socket_path_;  // empty: neither a shared nor a peer path
   std::string host_id_;
+  int gpu_ = -1;  // of the arenas on a GPU; -1: there are none
+  bool all_on_gpu_ = false;
+  std::string gpu_uuid_;
   // Destroyed from the last to the first.
   std::unique_ptr<UcxWorker> worker_;
   std::unique_ptr<Observer> observer_;

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "kernels/check.h"
-#include "kernels/gather.h"
 #include "proto/staging.h"
 #include "service/fair_queue.h"
 #include "service/ucx_shutdown.h"
@@ -22,6 +21,8 @@ using Steady = std::chrono::steady_clock;
 // Pieces are this large rather than kMaxPieceBytes: the gathered bytes are still in the cache when the
 // network copies them, and the gather of one piece overlaps the sending of the last (bench/fetch_bench).
 constexpr size_t kPieceBytes = size_t{256} << 10;
+// Out of a GPU a piece costs a launch and a wait for it (15 us or so) besides its bytes, and comes to no cache.
+constexpr size_t kGpuPieceBytes = size_t{1} << 20;
 constexpr size_t kNumBuffers = 32;
 constexpr size_t kBuffersPerSession = 8;
 constexpr size_t kMaxJobs = 256;
@@ -130,7 +131,7 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
   std::vector<Refusal*> free_refusals_;
   std::vector<Buffer*> free_buffers_;  // the one used last first: its memory is in the cache
   FairQueue<Job*> ready_;              // by tenant; a piece at a time
-  std::vector<GatherUnit> units_;
+  std::vector<PageStore::Read> reads_;
   std::vector<uint8_t> valid_;
   std::vector<uint32_t> places_;
   Steady::time_point last_cut_ = Steady::now();
@@ -285,12 +286,11 @@ bool FetchServer::Impl::Poll() {
 
 // Copies `count` items of `job` from entry job.next on behind a bitmap. Returns the number of valid ones.
 size_t FetchServer::Impl::GatherPiece(Job& job, size_t count, uint8_t* piece) {
-  const ArenaMemory& memory = job.session.arena->memory();
-  const bool summaries = (job.request.flags & kFlagSummaries) != 0;
+  const PageStore& store = job.session.arena->store();
   const size_t item_bytes = job.item_bytes();
   uint8_t* const items = piece + BitmapBytes(count);
   std::memset(piece, 0, BitmapBytes(count));
-  units_.clear();
+  reads_.clear();
   places_.clear();
   for (size_t i = 0; i < count; ++i) {
     const FetchEntry& entry = job.entries[job.next + i];
@@ -301,28 +301,18 @@ size_t FetchServer::Impl::GatherPiece(Job& job, size_t count, uint8_t* piece) {
       std::memset(item, 0, item_bytes);
       continue;
     }
-    const PageHeader* header = memory.header(entry.slot);
-    const uint8_t* source =
-        summaries ? memory.summary(entry.slot) : memory.unit(entry.slot, entry.layer, entry.head);
-    units_.push_back({source, header, entry.generation, item + (summaries ? sizeof(PageHeader) : 0)});
+    reads_.push_back({entry, item});
     places_.push_back(static_cast<uint32_t>(i));
   }
-  const auto num_units = static_cast<int64_t>(units_.size());
-  valid_.resize(2 * units_.size());
-  uint8_t* const valid = valid_.data();
-  ref::GatherUnits(units_.data(), num_units, item_bytes - (summaries ? sizeof(PageHeader) : 0), valid);
-  if (summaries) {
-    // The headers travel as items too, under the same guard.
-    for (GatherUnit& unit : units_) {
-      unit.source = reinterpret_cast<const uint8_t*>(unit.header);
-      unit.destination -= sizeof(PageHeader);
-    }
-    ref::GatherUnits(units_.data(), num_units, sizeof(PageHeader), valid + units_.size());
-    for (size_t u = 0; u < units_.size(); ++u) valid[u] = valid[u] & valid[units_.size() + u];
+  valid_.resize(reads_.size());
+  if ((job.request.flags & kFlagSummaries) != 0) {
+    store.ReadSummaries(reads_, valid_);
+  } else {
+    store.ReadUnits(reads_, valid_);
   }
   size_t num_valid = 0;
-  for (size_t u = 0; u < units_.size(); ++u) {
-    if (valid[u] == 0) continue;
+  for (size_t u = 0; u < reads_.size(); ++u) {
+    if (valid_[u] == 0) continue;
     ++num_valid;
     piece[places_[u] / 8] = static_cast<uint8_t>(piece[places_[u] / 8] | 1u << (places_[u] % 8));
   }
@@ -331,10 +321,12 @@ size_t FetchServer::Impl::GatherPiece(Job& job, size_t count, uint8_t* piece) {
 
 void FetchServer::Impl::SendPiece(Job& job, Buffer& buffer) {
   const size_t item_bytes = job.item_bytes();
-  const size_t count = std::min(job.entries.size() - job.next, std::max<size_t>(kPieceBytes / item_bytes, 1));
+  const PageStore& store = job.session.arena->store();
+  const size_t piece_bytes = store.place().on_gpu() ? kGpuPieceBytes : kPieceBytes;
+  const size_t count = std::min(job.entries.size() - job.next, std::max<size_t>(piece_bytes / item_bytes, 1));
   const size_t bytes = BitmapBytes(count) + count * item_bytes;
   if (job.next == 0) job.event.queued = Since(job.arrived);
-  uint8_t* piece = buffer.bytes.Reserve(bytes);
+  uint8_t* piece = buffer.bytes.Reserve(bytes, store.place());
   const size_t num_valid = GatherPiece(job, count, piece);
   job.event.missing_units += static_cast<uint32_t>(count - num_valid);
   job.event.bytes += bytes;

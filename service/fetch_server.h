@@ -3,7 +3,7 @@
 //
 // Why staging: the arena itself is never handed to UCX, so no peer ever gets a key to it; and one message
 // of many units costs what one message costs. A piece is gathered while the one before it travels.
-// Right because: the generation is checked after the copy (ref::GatherUnits), and what is sent is the copy.
+// Right because: the generation is checked after the copy (PageStore), and what is sent is the copy.
 // Thread safety: made, destroyed and asked for figures from any thread; the work is on the progress thread.
 // Limits: bytes in flight and staging buffers are bounded for each session and in all; a peer that does not
 // take its answer is cut off, so it cannot starve others (guarantee G6).

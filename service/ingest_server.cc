@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -29,20 +28,10 @@ size_t ItemBytes(const Arena& arena, uint8_t flags) {
   return flags == kFlagSummaries ? slot.summary_bytes() : slot.unit_bytes;
 }
 
-// Copies one item to where it belongs. False: it belongs nowhere.
-bool StoreItem(const Arena& arena, ReservationPin& pin, const IngestEntry& entry, uint8_t flags,
-               const uint8_t* item) {
-  if (flags == kFlagSummaries) {
-    uint8_t* records = pin.records();
-    if (records == nullptr) return false;
-    std::memcpy(records, item, ItemBytes(arena, flags));
-    pin.MarkRecordsReceived();
-    return true;
-  }
-  if (!arena.CheckUnit(entry.layer, entry.head).ok()) return false;
-  std::memcpy(pin.unit(entry.layer, entry.head), item, ItemBytes(arena, flags));
-  pin.MarkReceived(entry.layer, entry.head);
-  return true;
+// True if the item may go where its entry says.
+bool Belongs(const Arena& arena, const ReservationPin& pin, const IngestEntry& entry, uint8_t flags) {
+  if (flags == kFlagSummaries) return pin.records() != nullptr;
+  return arena.CheckUnit(entry.layer, entry.head).ok();
 }
 
 }  // namespace
@@ -84,6 +73,13 @@ class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
     MessageHeader header;
     UcxPayload payload;
   };
+  // A part of a message, and where it goes.
+  struct Item {
+    size_t pin;
+    int layer;
+    int head;
+    const uint8_t* bytes;
+  };
 
   Job* FindFree(SessionId session);
   WireStatus Check(const MessageHeader& header, size_t payload_bytes, const SessionHandle& session) const;
@@ -91,6 +87,8 @@ class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
              UcxPayload& payload);
   void OnUnits(Job& job, bool ok);
   void Store(Job& job);
+  void StoreUnits(Arena& arena, std::vector<ReservationPin>& pins);
+  void StoreRecords(Arena& arena, std::vector<ReservationPin>& pins);
   void Finish(Job& job);
 
   UcxWorker* const worker_;
@@ -98,6 +96,7 @@ class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
   // The rest belongs to the progress thread.
   std::vector<Job> jobs_;
   std::deque<Waiting> waiting_;
+  std::vector<Item> items_;  // of the message that is being stored
 };
 
 IngestServer::Impl::Job* IngestServer::Impl::FindFree(SessionId session) {
@@ -159,7 +158,7 @@ void IngestServer::Impl::Begin(Job& job, const MessageHeader& header, SessionHan
   UcxWorker::Retain(peer);
   job.arrived = Steady::now();
   job.state = State::kReceiving;
-  uint8_t* buffer = job.bytes.Reserve(payload.bytes());
+  uint8_t* buffer = job.bytes.Reserve(payload.bytes(), job.session.arena->store().place());
   payload.ReceiveInto(buffer, job);
 }
 
@@ -172,33 +171,56 @@ void IngestServer::Impl::OnUnits(Job& job, bool ok) {
   worker_->Send(job.peer, job, job.stored);
 }
 
-// Copies each item to the slot that its ticket names, if that is this session's and still open.
+// Copies each item to the slot that its ticket names, if that is this session's and still open. The pins are held until
+// all bytes are there.
 void IngestServer::Impl::Store(Job& job) {
   Arena& arena = *job.session.arena;
   const size_t count = job.header.count;
   const size_t item_bytes = ItemBytes(arena, job.header.flags);
   const uint8_t* const items = job.bytes.data() + count * sizeof(IngestEntry);
   job.stored.assign(BitmapBytes(count), 0);
+  items_.clear();
   uint64_t pinned = 0;
-  std::optional<ReservationPin> pin;  // of the ticket `pinned`; a page's units come together
-  uint64_t num_stored = 0;
+  bool is_pinned = false;  // the ticket `pinned`, by the last of the pins; a page's units come together
+  std::vector<ReservationPin> pins;
   for (size_t i = 0; i < count; ++i) {
     IngestEntry entry;
     std::memcpy(&entry, job.bytes.data() + i * sizeof(entry), sizeof(entry));
-    if (!pin.has_value() || pinned != entry.ticket) {
-      pin.reset();
+    if (i == 0 || pinned != entry.ticket) {
       pinned = entry.ticket;
       absl::StatusOr<ReservationPin> taken = arena.PinReservation(job.session.id, Ticket{entry.ticket});
-      if (taken.ok()) pin.emplace(*std::move(taken));
+      is_pinned = taken.ok();
+      if (is_pinned) pins.push_back(*std::move(taken));
     }
-    const uint8_t* item = items + i * item_bytes;
-    if (!pin.has_value() || !StoreItem(arena, *pin, entry, job.header.flags, item)) continue;
+    if (!is_pinned || !Belongs(arena, pins.back(), entry, job.header.flags)) continue;
+    items_.push_back({pins.size() - 1, entry.layer, entry.head, items + i * item_bytes});
     job.stored[i / 8] = static_cast<uint8_t>(job.stored[i / 8] | 1u << (i % 8));
-    ++num_stored;
   }
+  if (job.header.flags == kFlagSummaries) {
+    StoreRecords(arena, pins);
+  } else {
+    StoreUnits(arena, pins);
+  }
+  const size_t num_stored = items_.size();
   num_bytes_.fetch_add(num_stored * item_bytes, std::memory_order_relaxed);
   num_refused_units_.fetch_add(count - num_stored, std::memory_order_relaxed);
   num_refused_bytes_.fetch_add((count - num_stored) * item_bytes, std::memory_order_relaxed);
+}
+
+void IngestServer::Impl::StoreUnits(Arena& arena, std::vector<ReservationPin>& pins) {
+  std::vector<PageStore::UnitWrite> writes;
+  writes.reserve(items_.size());
+  for (const Item& item : items_) writes.push_back({pins[item.pin].slot(), item.layer, item.head, item.bytes});
+  arena.store().WriteUnits(writes);
+  for (const Item& item : items_) pins[item.pin].MarkReceived(item.layer, item.head);
+}
+
+void IngestServer::Impl::StoreRecords(Arena& arena, std::vector<ReservationPin>& pins) {
+  std::vector<PageStore::RecordsWrite> writes;
+  writes.reserve(items_.size());
+  for (const Item& item : items_) writes.push_back({pins[item.pin].slot(), item.bytes});
+  arena.store().WriteRecords(writes);
+  for (const Item& item : items_) pins[item.pin].MarkRecordsReceived();
 }
 
 void IngestServer::Impl::Finish(Job& job) {

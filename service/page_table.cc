@@ -48,6 +48,13 @@ uint64_t PageTable::Seal(uint32_t slot) {
   return generation;
 }
 
+uint64_t PageTable::SkipSeal(uint32_t slot) {
+  KVD_CHECK(slots_[slot].state == SlotState::kReserved);
+  slots_[slot].generation += 2;
+  KVD_CHECK(slots_[slot].generation % 2 == 1);
+  return slots_[slot].generation;
+}
+
 uint64_t PageTable::Evict(uint32_t slot) {
   KVD_CHECK(slots_[slot].state == SlotState::kSealed && slot != kCanarySlot);
   const uint64_t generation = ++slots_[slot].generation;

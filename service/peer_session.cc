@@ -30,6 +30,7 @@ struct PeerSession::Batch {
   std::vector<SealedCopy> pages;
   std::vector<size_t> places;  // in the caller's list
   std::vector<uint64_t> tickets;
+  std::vector<uint64_t> summary_checksums;  // of the pages that were sent
 };
 
 absl::StatusOr<std::unique_ptr<PeerSession>> PeerSession::Open(const std::string& address,
@@ -154,20 +155,21 @@ absl::Status PeerSession::Reserve(Batch& batch, std::span<const SealedCopy> page
 }
 
 // The slots cannot change meanwhile: they are being copied (Arena::BeginCopying).
-absl::Status PeerSession::Send(const Batch& batch, uint64_t* bytes) {
-  const ArenaMemory& memory = arena_.memory();
-  const SlotLayout& slot = memory.shape().slot;
+absl::Status PeerSession::Send(Batch& batch, uint64_t* bytes) {
+  const SlotLayout& slot = arena_.memory().shape().slot;
+  if (staging_.size() < batch.pages.size()) staging_.resize(batch.pages.size());
   std::vector<IngestUnit> units;
   std::vector<IngestUnit> records;
   for (size_t i = 0; i < batch.pages.size(); ++i) {
-    const uint32_t from = batch.pages[i].location.slot;
+    const PageStore::PageBytes page = arena_.store().ReadPage(batch.pages[i].location.slot, &staging_[i]);
+    batch.summary_checksums.push_back(page.summary_checksum);
     for (int layer = 0; layer < slot.num_layers; ++layer) {
       for (int head = 0; head < slot.shard_heads; ++head) {
         units.push_back({batch.tickets[i], static_cast<uint16_t>(layer), static_cast<uint16_t>(head),
-                         memory.unit(from, layer, head)});
+                         page.units + slot.unit_offset(layer, head)});
       }
     }
-    records.push_back({batch.tickets[i], 0, 0, memory.summary(from)});
+    records.push_back({batch.tickets[i], 0, 0, page.records});
   }
   KVD_RETURN_IF_ERROR(ingest_->Send(units, timeout_));
   KVD_RETURN_IF_ERROR(ingest_->SendRecords(records, slot.summary_bytes(), timeout_));
@@ -180,7 +182,7 @@ absl::Status PeerSession::Seal(const Batch& batch, std::span<CopyOutcome> outcom
   v1::SealRequest request;
   for (size_t i = 0; i < batch.tickets.size(); ++i) {
     request.add_tickets(batch.tickets[i]);
-    request.add_summary_checksums(arena_.memory().header(batch.pages[i].location.slot)->summary_checksum);
+    request.add_summary_checksums(batch.summary_checksums[i]);
   }
   v1::SealReply reply;
   KVD_RETURN_IF_ERROR(Call(request, &reply, &v1::Pool::Stub::Seal, "seal"));

@@ -19,6 +19,7 @@
 #include "proto/heartbeat_stream.h"
 #include "proto/ingest_channel.h"
 #include "proto/pool.grpc.pb.h"
+#include "proto/staging.h"
 #include "proto/ucx_worker.h"
 #include "service/arena.h"
 
@@ -51,7 +52,7 @@ class PeerSession {
   PeerSession(Arena* arena, absl::Duration timeout) : arena_(*arena), timeout_(timeout) {}
   absl::Status Attach(const std::string& address, const TlsFiles& tls, UcxWorker* worker);
   absl::Status Reserve(Batch& batch, std::span<const SealedCopy> pages, std::span<CopyOutcome> outcomes);
-  absl::Status Send(const Batch& batch, uint64_t* bytes);
+  absl::Status Send(Batch& batch, uint64_t* bytes);
   absl::Status Seal(const Batch& batch, std::span<CopyOutcome> outcomes);
   template <typename Request, typename Reply, typename Method>
   absl::Status Call(Request& request, Reply* reply, Method method, const char* name);
@@ -63,6 +64,7 @@ class PeerSession {
   locks_kvd::v1::SessionRef session_;
   std::unique_ptr<HeartbeatStream> heartbeat_;
   std::unique_ptr<IngestChannel> ingest_;
+  std::vector<StagingBuffer> staging_;  // of a batch's pages, where the arena is on a GPU
 };
 
 }  // namespace kvd

@@ -73,6 +73,7 @@ void FillArenaStats(const Arena& arena, v1::StatsReply::ArenaStats* out) {
   out->set_slot_bytes(slot.slot_bytes());
   out->set_summary_bytes(slot.summary_bytes());
   out->set_evicted_pages(stats.evicted_pages);
+  if (arena.memory().place().on_gpu()) out->set_gpu(arena.memory().place().gpu);
 }
 
 void FillSessionStats(const SessionInfo& session, v1::StatsReply::SessionStats* out) {
@@ -246,7 +247,9 @@ grpc::Status PoolService::Attach(grpc::ServerContext* context, const v1::AttachR
         static_cast<uint32_t>(absl::ToInt64Milliseconds(options_.sessions->ttl())));
     reply->set_replicas(options_.replicas);
     FillArenaInfo(*arena, reply->mutable_arena());
-    if (offers_.shared.has_value()) *reply->mutable_shared() = *offers_.shared;
+    const bool on_gpu = arena->memory().place().on_gpu();
+    if (!on_gpu && offers_.shared.has_value()) *reply->mutable_shared() = *offers_.shared;
+    if (on_gpu && offers_.peer.has_value()) *reply->mutable_peer() = *offers_.peer;
     if (offers_.ucx.has_value()) *reply->mutable_ucx() = *offers_.ucx;
     spdlog::info("session_attached session={} tenant={} model={} client={} ucx={}",
                  static_cast<uint64_t>(session->id), arena->tenant(), arena->model(),

@@ -27,7 +27,8 @@ namespace kvd {
 
 // What Attach offers besides the arena.
 struct PathOffers {
-  std::optional<locks_kvd::v1::SharedOffer> shared;
+  std::optional<locks_kvd::v1::SharedOffer> shared;  // for arenas in host memory
+  std::optional<locks_kvd::v1::PeerOffer> peer;      // for arenas on a GPU
   std::optional<locks_kvd::v1::UcxOffer> ucx;
   std::vector<std::string> report;  // every path with why or why not, for people
 };

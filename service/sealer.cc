@@ -5,21 +5,18 @@
 #include "kernels/checksum.h"
 
 namespace kvd {
-namespace {
-
-absl::Status NonFinite(const SummarizeJob& job, int layer, int head, int64_t value_idx) {
-  const int64_t head_dim = job.geometry->head_dim;
-  const int64_t half = head_dim * job.geometry->page_tokens;
+absl::Status NonFiniteError(const KvGeometry& geometry, uint32_t shard, uint32_t page_idx, int layer, int head,
+                            int64_t value_idx) {
+  const int64_t head_dim = geometry.head_dim;
+  const int64_t half = head_dim * geometry.page_tokens;
   const bool is_key = value_idx < half;
   return absl::InvalidArgumentError(
       absl::StrFormat("page %u, layer %d, head %d of shard %u, token %d: %s is NaN or Inf at "
                       "dimension %d: the page is "
                       "refused; look for an overflow in the engine that wrote it",
-                      job.page_idx, layer, head, job.shard, (value_idx % half) / head_dim,
+                      page_idx, layer, head, shard, (value_idx % half) / head_dim,
                       is_key ? "K" : "V", value_idx % head_dim));
 }
-
-}  // namespace
 
 absl::StatusOr<uint64_t> SummarizePage(const SummarizeJob& job) {
   const KvGeometry& g = *job.geometry;
@@ -30,7 +27,7 @@ absl::StatusOr<uint64_t> SummarizePage(const SummarizeJob& job) {
     for (int head = 0; head < slot.shard_heads; ++head) {
       const uint8_t* unit = job.units + slot.unit_offset(layer, head);
       const int64_t bad = FirstNonFinite(unit, values_per_unit, g.dtype);
-      if (bad >= 0) return NonFinite(job, layer, head, bad);
+      if (bad >= 0) return NonFiniteError(g, job.shard, job.page_idx, layer, head, bad);
       const bool metric = job.encoder == Encoder::kE1S;
       ref::Summarize({.head_dim = g.head_dim,
                       .page_tokens = g.page_tokens,

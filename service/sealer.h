@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/query_metric.h"
 #include "kernels/summarize.h"
@@ -35,6 +36,10 @@ struct SummarizeJob {
 // Builds every record of a page and returns the checksum of all of them. kInvalidArgument if a key
 // or value is NaN or Inf, naming page, layer, head, token and K or V; `records` is then undefined.
 absl::StatusOr<uint64_t> SummarizePage(const SummarizeJob& job);
+
+// Why a page is refused: value `value_idx` of the K and V of one unit (FirstNonFinite) is NaN or Inf.
+absl::Status NonFiniteError(const KvGeometry& geometry, uint32_t shard, uint32_t page_idx, int layer, int head,
+                            int64_t value_idx);
 
 // Runs batches of page-sized work on a fixed number of threads, one item of each batch in turn, so
 // that a caller with a thousand pages does not keep one with a single page waiting.

@@ -66,6 +66,8 @@ std::string WithPort(const std::string& address, int port) {
   return parsed->ToString();
 }
 
+std::string KindOf(const MemoryPlace& place) { return place.on_gpu() ? absl::StrCat("gpu gpu=", place.gpu) : "host"; }
+
 // Writes a file whole and at once: a reader sees all of it or none.
 absl::Status WriteWhole(const std::string& path, const std::string& text) {
   const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
@@ -266,8 +268,8 @@ void Server::Parts::LogStart() const {
   for (const auto& arena : arenas) {
     const ArenaShape& shape = arena->memory().shape();
     spdlog::info(
-        "memory arena={}/{} kind=host slots={} slot_bytes={} record_bytes={} slabs={} encoder={}",
-        arena->tenant(), arena->model(), shape.num_slots - 1, shape.slot.slot_bytes(),
+        "memory arena={}/{} kind={} slots={} slot_bytes={} record_bytes={} slabs={} encoder={}",
+        arena->tenant(), arena->model(), KindOf(arena->memory().place()), shape.num_slots - 1, shape.slot.slot_bytes(),
         shape.slot.summary_bytes(), shape.num_slabs(), EncoderName(arena->options().encoder));
   }
   for (const std::string& path : data_plane->Offers().report)

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "proto/gpu_memory.h"
 #include "tests/service/server_fixture.h"
 
 namespace kvd {
@@ -43,6 +44,18 @@ TEST(ArenaFactoryTest, MissingQueryMetricNamesTheField) {
   const auto arenas = MakeArenas(config, {}, &clock);
   EXPECT_EQ(arenas.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(arenas.status().message(), HasSubstr("arenas[0].query_metric_file: "));
+}
+
+TEST(ArenaFactoryTest, GpuThatIsNotThereNamesTheField) {
+  testing::ScratchDirectory directory;
+  auto config = testing::TinyConfig(directory.path());
+  config.mutable_arenas(0)->set_gpu(NumGpus());
+  TestClock clock;
+  const auto arenas = MakeArenas(config, {}, &clock);
+  EXPECT_EQ(arenas.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(arenas.status().message(), HasSubstr("arenas[0].gpu: "));
+  config.mutable_arenas(0)->clear_gpu();
+  EXPECT_TRUE(MakeArenas(config, {}, &clock).ok());
 }
 
 }  // namespace

@@ -5,8 +5,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -70,7 +73,8 @@ inline std::vector<uint8_t> UnitBytes(const KvGeometry& g, int page, int write, 
                                       int head) {
   const size_t values = static_cast<size_t>(2 * g.page_tokens * g.head_dim);
   std::vector<uint16_t> bits(values);
-  uint64_t seed = Mix64(static_cast<uint64_t>(((page * 64 + write) * 64 + layer) * 64 + head + 1));
+  uint64_t seed = Mix64(((static_cast<uint64_t>(page) * 64 + static_cast<uint64_t>(write)) * 64 +
+                         static_cast<uint64_t>(layer)) * 64 + static_cast<uint64_t>(head) + 1);
   for (uint16_t& value : bits) {
     seed = Mix64(seed + kGolden64);
     value = ToBf16(static_cast<float>(seed % 2001) / 1000.0f - 1.0f);
@@ -86,7 +90,11 @@ inline absl::Status WriteUnit(Arena* arena, SessionId session, Ticket ticket, in
   absl::StatusOr<ReservationPin> pin = arena->PinReservation(session, ticket);
   if (!pin.ok()) return pin.status();
   const std::vector<uint8_t> bytes = UnitBytes(arena->geometry(), page, write, layer, head);
-  std::memcpy(pin->unit(layer, head), bytes.data(), bytes.size());
+  thread_local StagingBuffer staging;
+  uint8_t* const from = staging.Reserve(bytes.size(), arena->store().place());
+  std::memcpy(from, bytes.data(), bytes.size());
+  const PageStore::UnitWrite of_unit = {pin->slot(), layer, head, from};
+  arena->store().WriteUnits({&of_unit, 1});
   pin->MarkReceived(layer, head);
   return absl::OkStatus();
 }
@@ -117,6 +125,43 @@ inline PageLocation PutPage(Arena* arena, SessionId session, int page, uint32_t 
   const absl::StatusOr<SealOutcome> sealed = arena->Seal(session, reserved.ticket);
   EXPECT_TRUE(sealed.ok()) << sealed.status();
   return sealed.ok() ? sealed->location : PageLocation{};
+}
+
+// Ends sessions while their pages are being sealed, at many moments: a slot then looks sealed to readers only if the page
+// table says so too. `generation_seen(slot)` is what readers see. The arena has one slot for pages.
+template <typename GenerationSeen>
+void EndSessionsWhileTheySeal(Arena* arena, int rounds, const GenerationSeen& generation_seen) {
+  int sealed = 0, cut_off = 0;
+  uint64_t last = 0;
+  for (int round = 0; round < rounds; ++round) {
+    const SessionId session{static_cast<uint64_t>(100 + round)};
+    arena->BeginSession(session);
+    const ReserveOutcome::Page reserved = ReserveOne(arena, session, round);
+    ASSERT_EQ(reserved.state, ReserveOutcome::State::kNew);
+    WritePage(arena, session, reserved.ticket, round);
+    // Of ten rounds one ends before the seal begins and one after it is over; the others race with it.
+    std::atomic<bool> sealing = round % 10 == 0;
+    std::thread ender([&] {
+      while (!sealing) std::this_thread::yield();
+      const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(round % 50 * 3);
+      while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
+      arena->EndSession(session, SessionEnd::kDetached);
+    });
+    if (round % 10 == 0) ender.join();
+    sealing = round % 10 != 1;
+    const absl::StatusOr<SealOutcome> outcome = arena->Seal(session, reserved.ticket);
+    sealing = true;
+    if (ender.joinable()) ender.join();
+    const SlotView view = arena->ViewSlots(reserved.slot, 1)[0];
+    EXPECT_EQ(generation_seen(reserved.slot), view.generation);
+    EXPECT_EQ(view.state, outcome.ok() ? SlotState::kSealed : SlotState::kFree);
+    EXPECT_EQ(view.generation % 2, outcome.ok() ? 0u : 1u);
+    EXPECT_GE(view.generation, last);
+    last = view.generation;
+    ++(outcome.ok() ? sealed : cut_off);
+  }
+  EXPECT_GT(sealed, 0);
+  EXPECT_GT(cut_off, 0);
 }
 
 }  // namespace kvd::testing

@@ -392,6 +392,11 @@ TEST_F(ArenaTest, PinnedReservationOfADeadSessionIsFreedOnlyWhenThePinDrops) {
   EXPECT_EQ(arena_->Stats().slots_quarantined, 1u);
 }
 
+TEST_F(ArenaTest, SessionThatEndsWhileItsPageIsSealedLeavesNoSlotThatLooksSealed) {
+  MakeArena(1);
+  testing::EndSessionsWhileTheySeal(arena_.get(), 200, [&](uint32_t slot) { return Generation(slot); });
+}
+
 TEST_F(ArenaTest, EndedSessionCanNeitherLeaseNorReserveNorFetch) {
   MakeArena(2);
   const PageLocation p = testing::PutPage(arena_.get(), kA, 0);

@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "proto/gpu_memory.h"
+
 namespace kvd {
 namespace {
 
@@ -14,6 +16,7 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 constexpr char kGood[] = R"(
   arenas {
@@ -177,6 +180,30 @@ TEST(ConfigTest, BeyondLoopbackNeedsCertificatesOrAnExplicitWord) {
     config.mutable_control()->set_address(loopback);
     EXPECT_THAT(ConfigProblems(config), IsEmpty()) << loopback;
   }
+}
+
+TEST(ConfigTest, GpusAreOneForAllArenasAndNeedABuildWithCuda) {
+  DaemonConfig config = Good();
+  *config.add_arenas() = config.arenas(0);
+  *config.add_arenas() = config.arenas(0);
+  config.mutable_arenas(1)->set_model("second");
+  config.mutable_arenas(2)->set_model("third");
+  EXPECT_THAT(PrintConfig(config), Not(HasSubstr("gpu:")));
+  config.mutable_arenas(0)->set_gpu(0);  // 0 is a GPU, not nothing
+  config.mutable_arenas(2)->set_gpu(0);
+  EXPECT_THAT(PrintConfig(config), HasSubstr("gpu: 0"));
+  if (!kBuiltWithCuda) {
+    const auto problems = ConfigProblems(config);
+    ASSERT_EQ(problems.size(), 2u);
+    EXPECT_THAT(problems[1], HasSubstr("arenas[2].gpu: expected no GPU, because this locks-kvd was built without CUDA"));
+    return;
+  }
+  EXPECT_THAT(ConfigProblems(config), IsEmpty());
+  config.mutable_arenas(2)->set_gpu(1);
+  EXPECT_THAT(ConfigProblems(config), ElementsAre(HasSubstr("arenas[2].gpu: expected 0, as arenas[0] has, got 1")));
+  config.mutable_arenas(2)->clear_gpu();
+  config.mutable_arenas(0)->set_gpu(-1);
+  EXPECT_THAT(ConfigProblems(config), ElementsAre(HasSubstr("arenas[0].gpu: expected 0 or more, got -1")));
 }
 
 TEST(ConfigTest, UnknownFieldsAreRefusedInTextAndJsonWithTheirPlace) {

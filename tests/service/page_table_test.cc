@@ -51,6 +51,16 @@ TEST(PageTableTest, RefusedSealLeavesTheGenerationAlone) {
   EXPECT_EQ(table.Reserve(Page(1), 0), slot);
 }
 
+TEST(PageTableTest, SkippedSealPassesOverTheEvenGenerationAndStaysReserved) {
+  PageTable table(2);
+  const uint32_t slot = *table.Reserve(Page(1), 0);
+  EXPECT_EQ(table.SkipSeal(slot), 3u);
+  EXPECT_EQ(table.slot(slot).state, SlotState::kReserved);
+  table.Free(slot);
+  EXPECT_EQ(table.Reserve(Page(2), 0), slot);
+  EXPECT_EQ(table.Seal(slot), 4u) << "nobody who saw generation 2 may take this page for it";
+}
+
 TEST(PageTableTest, ShardsOfAPageAreDifferentPages) {
   PageTable table(4);
   const uint32_t a = *table.Reserve(Page(1, 0), 0);

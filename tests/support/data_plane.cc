@@ -14,6 +14,8 @@
 #include "kernels/check.h"
 #include "kernels/checksum.h"
 #include "proto/geometry.h"
+#include "proto/gpu_memory.h"
+#include "proto/staging.h"
 
 namespace kvd {
 namespace {
@@ -79,6 +81,7 @@ TestDaemon::TestDaemon(const Options& options) {
   arena_options.model = "model";
   arena_options.geometry = options.geometry;
   arena_options.bytes = options.bytes;
+  arena_options.place = options.place;
   arena_options.incarnation = incarnation;
   arena_options.clock = &clock;
   auto made = Arena::Make(std::move(arena_options));
@@ -128,9 +131,17 @@ locks_kvd::v1::AttachReply TestDaemon::Attach() {
   offer.mutable_arena()->set_num_slots(arena->memory().shape().num_slots);
   offer.mutable_arena()->set_slots_per_slab(arena->memory().shape().slots_per_slab);
   offer.mutable_arena()->set_canary_slot(0);
-  offer.mutable_shared()->set_socket_path(folder + "/kvd.sock");
+  std::string host_id;
   std::ifstream boot_id("/proc/sys/kernel/random/boot_id");
-  std::getline(boot_id, *offer.mutable_shared()->mutable_host_id());
+  std::getline(boot_id, host_id);
+  if (arena->memory().place().on_gpu()) {
+    offer.mutable_peer()->set_socket_path(folder + "/kvd.sock");
+    offer.mutable_peer()->set_host_id(host_id);
+    offer.mutable_peer()->set_gpu_uuid(*GpuUuid(arena->memory().place().gpu));
+  } else {
+    offer.mutable_shared()->set_socket_path(folder + "/kvd.sock");
+    offer.mutable_shared()->set_host_id(host_id);
+  }
   offer.mutable_ucx()->set_worker_address(worker->address());
   offer.mutable_ucx()->set_version(UcxWorker::Version());
   return offer;
@@ -154,13 +165,17 @@ TestPage TestDaemon::PutPage(const locks_kvd::v1::AttachReply& offer, uint64_t p
   const SessionId session = Session(offer).id;
   const Ticket ticket{Reserve(offer, page)};
   const SlotLayout& slot = arena->memory().shape().slot;
+  StagingBuffer staging;
   {
     auto pin = arena->PinReservation(session, ticket);
     KVD_CHECK(pin.ok());
     for (int layer = 0; layer < slot.num_layers; ++layer) {
       for (int head = 0; head < slot.shard_heads; ++head) {
         const std::vector<uint8_t> bytes = UnitBytes(slot, page, write, layer, head);
-        std::memcpy(pin->unit(layer, head), bytes.data(), bytes.size());
+        uint8_t* const from = staging.Reserve(bytes.size(), arena->store().place());
+        std::memcpy(from, bytes.data(), bytes.size());
+        const PageStore::UnitWrite of_unit = {pin->slot(), layer, head, from};
+        arena->store().WriteUnits({&of_unit, 1});
         pin->MarkReceived(layer, head);
       }
     }

@@ -39,6 +39,7 @@ class TestDaemon {
   struct Options {
     KvGeometry geometry = SmallGeometry();
     uint64_t bytes = 8 << 20;
+    MemoryPlace place;
     FetchLimits limits = {};
     std::string port_range;  // of UCX
   };
