@@ -51,6 +51,8 @@ struct ClientOptions {
   std::string rope;
   std::string salt;              // of page keys: workers with another salt share nothing
   std::vector<uint32_t> shards;  // that this worker holds; empty: all
+  // GPU (CUDA ordinal) that holds mirrors, page caches and local pages, and on which a DecodeBatch runs; -1: the host.
+  int gpu = -1;
   TlsFiles tls;
   std::optional<PathKind> required_path;  // refuse anything slower
   std::optional<PathKind> best_path;      // try nothing faster: to measure or test a slower path

@@ -10,6 +10,7 @@
 #ifndef LOCKS_KVD_CLIENT_FETCHER_H_
 #define LOCKS_KVD_CLIENT_FETCHER_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <span>
@@ -17,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "kernels/memory_space.h"
 #include "proto/wire.h"
 
 namespace kvd {
@@ -42,10 +44,38 @@ struct FetchList {
   void* in_flight = nullptr;
 };
 
+// Records of whole slots on their way into a mirror in a GPU's memory, and the outcome.
+struct RecordList {
+  struct Entry {
+    uint32_t slot;
+    uint64_t generation;  // that Match or Seal gave
+    int32_t page;         // place in the mirror
+    int32_t first_head;   // head of the worker that the slot's head 0 is
+  };
+  // Set by the caller. The mirror is that of kernels/store_records.h.
+  std::span<const Entry> entries;
+  uint8_t* coarse = nullptr;
+  uint8_t* fine = nullptr;
+  int num_heads = 0;
+  int64_t page_capacity = 0;
+  bool compare_only = false;  // true: changes nothing; `valid` says that the mirror has these very records
+  uint8_t* valid = nullptr;   // [entries] out: 1 if the records are there and proved; else they are undefined
+  absl::Duration deadline = absl::Seconds(1);
+
+  absl::StatusCode code = absl::StatusCode::kOk;  // as in a FetchList
+  int64_t num_valid = 0;
+};
+
+class PeerFetcher;
+
 class Fetcher {
  public:
   virtual ~Fetcher() = default;
   virtual PathKind path() const = 0;
+  // Where the destinations of Start are: in host memory, or in a GPU's. FetchSummaries always fetches to the host.
+  virtual MemorySpace destination_space() const { return MemorySpace::kHost; }
+  // The peer path's own form, for kernels that read the arena themselves; null on every other path.
+  virtual const PeerFetcher* peer() const { return nullptr; }
 
   // Begins a fetch; returns at once. Never fails: errors are in the list after Wait.
   virtual void Start(FetchList& list) = 0;
@@ -58,6 +88,14 @@ class Fetcher {
   // 0) destinations[i] receives the slot's summary_bytes(), checked against the header's generation and
   // summary checksum. Blocking: up to the deadline. May allocate.
   virtual void FetchSummaries(FetchList& list) = 0;
+
+  // The same into a mirror on the GPU where this fetcher's destinations are; kUnimplemented from one that delivers to the
+  // host. Blocking: up to the deadline.
+  virtual void StoreRecords(RecordList& list) {
+    list.code = absl::StatusCode::kUnimplemented;
+    list.num_valid = 0;
+    std::fill_n(list.valid, list.entries.size(), uint8_t{0});
+  }
 
   // True once the connection is beyond repair: only another session helps. Any thread.
   virtual bool failed() const = 0;

@@ -6,9 +6,12 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "client/device_buffer.h"
+#include "client/engine_pages.h"
 #include "client/record_fetch.h"
 #include "client/step_options.h"
 #include "proto/address.h"
+#include "proto/gpu_memory.h"
 #include "proto/status.h"
 #include "proto/ucx_worker.h"
 
@@ -58,6 +61,14 @@ absl::StatusOr<std::unique_ptr<KvClient>> KvClient::Make(ClientOptions options) 
                      absl::FormatDuration(kMaxTimeout), ", got ", absl::FormatDuration(timeout)));
   }
   KVD_ASSIGN_OR_RETURN(WorkerShape shape, WorkerShape::Make(options.geometry, options.shards));
+  if (options.gpu >= 0) {
+    if (options.gpu >= NumGpus()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("gpu: ", options.gpu, " is wanted and ", NumGpus(),
+                       " are visible: is this library built with CUDA, and does the process see the GPU?"));
+    }
+    shape.place = OnGpu(options.gpu);
+  }
   auto client = std::unique_ptr<KvClient>(new KvClient(std::move(options), std::move(shape)));
   const ClientOptions& o = client->options_;
   if (o.use_ucx) {
@@ -96,11 +107,9 @@ absl::StatusOr<PutReport> KvClient::Put(const PutRequest& request) {
   const std::vector<PlacedPage> all = view.Place(request.keys);
   const std::span<const PlacedPage> pages(all.data() + request.first_page,
                                           static_cast<size_t>(request.num_pages));
-  const KvGeometry& g = shape_.geometry;
-  return writer_->Write(view, pages, [&](size_t i, int layer, int head, uint8_t* unit) {
-    const int64_t token = request.first_token + static_cast<int64_t>(i) * g.page_tokens;
-    ref::PackUnit(request.layers[static_cast<size_t>(layer)], head, token, g.head_dim,
-                  g.page_tokens, unit);
+  const EnginePages source(shape_, request.layers, request.first_token);
+  return writer_->Write(view, pages, [&](std::span<const size_t> wanted, int shard_pos, uint8_t* slots) {
+    return source.Read(wanted, shard_pos, slots);
   });
 }
 
@@ -123,11 +132,30 @@ absl::StatusOr<FetchedPages> KvClient::FetchOnce(std::span<const PageKey> keys) 
   KVD_ASSIGN_OR_RETURN(const MatchedPages matched, pool_->Match(view, placed, MatchMode::kPrefix));
   FetchedPages fetched;
   fetched.num_pages = matched.num_pages;
-  const size_t page_bytes = shape_.units_per_page() * shape_.unit_bytes();
+  const size_t page_bytes = shape_.page_bytes();
   fetched.units.resize(static_cast<size_t>(matched.num_pages) * page_bytes);
+  // A worker with a GPU fetches into its memory: some pages at a time, and then down.
+  constexpr size_t kGpuPages = 64;
+  const bool on_gpu = shape_.place.on_gpu();
+  const auto num_pages = static_cast<size_t>(matched.num_pages);
+  const size_t step = on_gpu ? std::min(kGpuPages, num_pages) : num_pages;
+  PlacedBytes staging;
+  if (on_gpu) { KVD_ASSIGN_OR_RETURN(staging, PlacedBytes::Make(shape_.place, step * page_bytes, "fetched pages")); }
+  for (size_t first = 0; first < num_pages; first += step) {
+    const size_t count = std::min(step, num_pages - first);
+    uint8_t* const host = fetched.units.data() + first * page_bytes;
+    KVD_RETURN_IF_ERROR(FetchWhole(view, matched, first, count, on_gpu ? staging.data() : host));
+    if (on_gpu) KVD_RETURN_IF_ERROR(CopyBytes(shape_.place, host, staging.data(), count * page_bytes));
+  }
+  return fetched;
+}
+
+// Pages [first, first + count) of a match, one after another.
+absl::Status KvClient::FetchWhole(const PoolView& view, const MatchedPages& matched, size_t first, size_t count,
+                                  uint8_t* to) const {
   const auto shards = static_cast<size_t>(shape_.num_shards());
   std::vector<UnitRequest> requests;
-  for (size_t p = 0; p < static_cast<size_t>(matched.num_pages); ++p) {
+  for (size_t p = first; p < first + count; ++p) {
     for (int layer = 0; layer < shape_.num_layers(); ++layer) {
       for (int head = 0; head < shape_.num_heads(); ++head) {
         const SlotRef& slot =
@@ -137,13 +165,12 @@ absl::StatusOr<FetchedPages> KvClient::FetchOnce(std::span<const PageKey> keys) 
                              .layer = static_cast<uint16_t>(layer),
                              .head = static_cast<uint16_t>(shape_.head_in_shard(head)),
                              .generation = slot.generation},
-                            fetched.units.data() + p * page_bytes +
+                            to + (p - first) * shape_.page_bytes() +
                                 shape_.unit_idx(layer, head) * shape_.unit_bytes()});
       }
     }
   }
-  KVD_RETURN_IF_ERROR(FetchUnits(view, requests, options_.fetch_timeout));
-  return fetched;
+  return FetchUnits(view, requests, options_.fetch_timeout);
 }
 
 std::string KvClient::MetricsText() const {

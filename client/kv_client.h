@@ -36,7 +36,8 @@ struct PutRequest {
   std::span<const PageKey> keys;  // from the sequence's page 0: placement goes by stripes
   int first_page = 0;
   int num_pages = 0;
-  std::span<const EngineKv> layers;  // one a pooled layer; heads are the worker's own, from 0
+  // One a pooled layer; heads are the worker's own, from 0. In host memory, or on the client's GPU.
+  std::span<const EngineKv> layers;
   int64_t first_token = 0;           // index in the engine's cache of page first_page's first token
 };
 
@@ -95,6 +96,8 @@ class KvClient {
  private:
   KvClient(ClientOptions options, WorkerShape shape);
   absl::StatusOr<FetchedPages> FetchOnce(std::span<const PageKey> keys);
+  absl::Status FetchWhole(const PoolView& view, const MatchedPages& matched, size_t first, size_t count,
+                          uint8_t* to) const;
 
   const ClientOptions options_;
   const WorkerShape shape_;

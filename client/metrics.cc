@@ -14,11 +14,11 @@ constexpr auto kHistogram = MetricType::kHistogram;
 
 // In the order of deploy/docs/metrics.md.
 constexpr MetricInfo kTable[] = {
-    {"path_info", kGauge, "daemon, path=shared|ucx", "Path to an attached daemon; always 1."},
+    {"path_info", kGauge, "daemon, path=peer|shared|ucx", "Path to an attached daemon; always 1."},
     {"attach_total", kCounter, "result", "Attempts to attach, by canonical code."},
     {"path_refused_total", kCounter,
      "path=peer|shared|ucx, "
-     "reason=host_memory|not_offered|other_host|no_ucx|other_version|by_options|failed",
+     "reason=host_memory|no_gpu|not_offered|other_host|no_ucx|other_version|by_options|failed",
      "Better paths that an attached session does not use; failed: it should work and does not."},
     {"daemon_incarnation_changes_total", kCounter, "daemon", "Daemons that came back as others."},
     {"considered_pages_total", kCounter, "", "Pages that steps chose from, per layer and KV head."},
@@ -27,17 +27,17 @@ constexpr MetricInfo kTable[] = {
     {"page_cache_lookups_total", kCounter, "result=hit|miss", "Lookups of chosen pages."},
     {"page_cache_bytes", kGauge, "", "Memory of open sequences' page caches."},
     {"mirror_bytes", kGauge, "", "Memory of open sequences' records."},
-    {"fetched_units_total", kCounter, "path=shared|ucx, result=ok|missing|late|failed",
+    {"fetched_units_total", kCounter, "path=peer|shared|ucx, result=ok|missing|late|failed",
      "Units fetched; missing: the generation changed or the lease is lost."},
-    {"fetched_bytes_total", kCounter, "path=shared|ucx", "Bytes that travelled for units."},
-    {"fetch_seconds", kHistogram, "path=shared|ucx",
+    {"fetched_bytes_total", kCounter, "path=peer|shared|ucx", "Bytes that travelled for units."},
+    {"fetch_seconds", kHistogram, "path=peer|shared|ucx",
      "Time that a step spent on a list: starting it and waiting for it, not what was hidden."},
-    {"fetch_post_seconds", kHistogram, "path=shared|ucx",
+    {"fetch_post_seconds", kHistogram, "path=peer|shared|ucx",
      "Of these, starting it; the mapped paths copy then."},
-    {"verified_units_total", kCounter, "path=shared|ucx",
+    {"verified_units_total", kCounter, "path=peer|shared|ucx",
      "Units proved and attended: every one that was delivered, less verify failures by checksum."},
     {"verify_failures_total", kCounter,
-     "path=shared|ucx, reason=generation|checksum|incarnation",
+     "path=peer|shared|ucx, reason=generation|checksum|incarnation",
      "Units that could not be proved and were left out; incarnation: the session was lost."},
     {"step_seconds", kHistogram, "stage=append|score|resolve|fetch|attend|mass, mode=host",
      "Time of a stage in a decode step, over its layers; score: selection too."},
@@ -217,7 +217,7 @@ std::string ClientMetrics::Text(std::span<const ChannelView> daemons) const {
   out.Level("page_cache_bytes", {}, static_cast<double>(sums.cache_bytes));
   out.Level("mirror_bytes", {}, static_cast<double>(sums.mirror_bytes));
   out.Count("unused_hits_total", {"late"}, unused_hits_.value());
-  for (const PathKind path : {PathKind::kShared, PathKind::kUcx}) {  // peer: no such fetcher yet
+  for (const PathKind path : {PathKind::kPeer, PathKind::kShared, PathKind::kUcx}) {
     UnitTotals other;
     for (const ChannelView& view : daemons) view.figures->AddUnits(path, &other);
     AddPath(path, sums.fetch[static_cast<size_t>(path)], other, &out);

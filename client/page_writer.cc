@@ -38,7 +38,7 @@ struct PageWriter::Batch {
 };
 
 PutReport PageWriter::Write(const PoolView& view, std::span<const PlacedPage> pages,
-                            const UnitReader& read) const {
+                            const SlotReader& read) const {
   PutReport report;
   report.pages.resize(pages.size());
   std::vector<Job> jobs(view.attachments.size());
@@ -83,7 +83,7 @@ PutReport PageWriter::Write(const PoolView& view, std::span<const PlacedPage> pa
 }
 
 void PageWriter::WriteJob(Job& job, std::span<const PlacedPage> pages,
-                          const UnitReader& read) const {
+                          const SlotReader& read) const {
   const size_t per_batch = std::clamp<size_t>(kStagingBytes / shape_.slot.slot_bytes(), 1, 4096);
   std::vector<uint8_t> staging;
   absl::Status stop;  // the daemon is lost or full: the rest is not tried
@@ -108,7 +108,7 @@ void PageWriter::WriteJob(Job& job, std::span<const PlacedPage> pages,
 
 // Returns an error if nothing more is to be tried at this daemon.
 absl::Status PageWriter::WriteShard(Batch& batch, int shard_pos, std::span<const PlacedPage> pages,
-                                    const UnitReader& read) const {
+                                    const SlotReader& read) const {
   using Reply = locks_kvd::v1::ReserveReply;
   Attachment& attachment = *batch.job->attachment;
   locks_kvd::v1::ReserveRequest request;
@@ -163,7 +163,7 @@ absl::Status PageWriter::WriteShard(Batch& batch, int shard_pos, std::span<const
 }
 
 absl::Status PageWriter::SendNew(Batch& batch, int shard_pos, std::span<const size_t> fresh,
-                                 std::span<const uint64_t> tickets, const UnitReader& read) const {
+                                 std::span<const uint64_t> tickets, const SlotReader& read) const {
   Attachment& attachment = *batch.job->attachment;
   if (attachment.ingest == nullptr) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -171,13 +171,13 @@ absl::Status PageWriter::SendNew(Batch& batch, int shard_pos, std::span<const si
   }
   const SlotLayout& slot = shape_.slot;
   batch.staging->resize(fresh.size() * slot.slot_bytes());
+  KVD_RETURN_IF_ERROR(read(fresh, shard_pos, batch.staging->data()));
   std::vector<IngestUnit> units;
   units.reserve(fresh.size() * slot.num_units());
   for (size_t n = 0; n < fresh.size(); ++n) {
     for (int layer = 0; layer < shape_.num_layers(); ++layer) {
       for (int h = 0; h < slot.shard_heads; ++h) {
         uint8_t* unit = batch.staging->data() + n * slot.slot_bytes() + slot.unit_offset(layer, h);
-        read(fresh[n], layer, shard_pos * slot.shard_heads + h, unit);
         units.push_back({tickets[n], static_cast<uint16_t>(layer), static_cast<uint16_t>(h), unit});
       }
     }

@@ -48,8 +48,9 @@ class PageWriter {
  public:
   static constexpr size_t kStagingBytes = size_t{32} << 20;
 
-  // Writes one unit of pages[i], in unit layout. Called from several threads at once.
-  using UnitReader = std::function<void(size_t i, int layer, int head, uint8_t* unit)>;
+  // Writes the slots [L][shard heads] of one shard of the pages at these positions, one after another. Called
+  // from several threads at once.
+  using SlotReader = std::function<absl::Status(std::span<const size_t> pages, int shard_pos, uint8_t* slots)>;
 
   PageWriter(Pool* pool, const WorkerShape* shape, absl::Duration send_timeout)
       : pool_(*pool), shape_(*shape), send_timeout_(send_timeout) {}
@@ -57,16 +58,16 @@ class PageWriter {
   // Blocking: up to three control timeouts a batch. Never fails as a whole: see each page's
   // outcome.
   PutReport Write(const PoolView& view, std::span<const PlacedPage> pages,
-                  const UnitReader& read) const;
+                  const SlotReader& read) const;
 
  private:
   struct Job;    // what one daemon gets
   struct Batch;  // pages of one job that are reserved, sent and sealed together
-  void WriteJob(Job& job, std::span<const PlacedPage> pages, const UnitReader& read) const;
+  void WriteJob(Job& job, std::span<const PlacedPage> pages, const SlotReader& read) const;
   absl::Status WriteShard(Batch& batch, int shard_pos, std::span<const PlacedPage> pages,
-                          const UnitReader& read) const;
+                          const SlotReader& read) const;
   absl::Status SendNew(Batch& batch, int shard_pos, std::span<const size_t> fresh,
-                       std::span<const uint64_t> tickets, const UnitReader& read) const;
+                       std::span<const uint64_t> tickets, const SlotReader& read) const;
   void SealNew(Batch& batch, int shard_pos, std::span<const size_t> fresh,
                std::span<const uint64_t> tickets, const absl::Status& sent) const;
 

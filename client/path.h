@@ -25,8 +25,9 @@ class UcxWorker;
 // Why a path is not used, as metrics say it.
 enum class PathRefusal {
   kHostMemory,    // peer: the arena is not on a GPU
+  kNoGpu,         // peer: this worker has no GPU
   kNotOffered,    // the daemon is configured without it
-  kOtherHost,     // shared: the daemon is on another host
+  kOtherHost,     // peer, shared: the daemon is on another host
   kNoUcx,         // ucx: this process runs without it
   kOtherVersion,  // ucx: the two ends run different versions
   kByOptions,     // the caller left it out
@@ -48,14 +49,19 @@ struct ChosenPath {
   PathReport report;
 };
 
+// Bytes a second, beside a millisecond for the launch, which a busy GPU may take.
+inline constexpr double kPeerFloor = 1e9;
+
 struct PathOptions {
   std::optional<PathKind> required;  // refuse anything slower: kFailedPrecondition says why it is impossible
   std::optional<PathKind> best;      // try nothing faster: to measure or test a path that is not the best one
   absl::Duration timeout = absl::Seconds(5);
+  int gpu = -1;  // the worker's, CUDA ordinal: where units are delivered to; -1: to host memory
 };
 
-// Tries shared, then ucx (`ucx` null: no UCX in this process), each proved by a fetch of the canary slot.
-// Blocking: up to the timeout. Errors: kFailedPrecondition if no allowed path works, with every reason;
+// Tries peer, then shared, then ucx (`ucx` null: no UCX in this process), each proved by a fetch of the canary slot to
+// where the worker's units go; to a GPU, shared and ucx go through staging memory. A peer path that is slower than
+// kPeerFloor is refused: something else than NVLink or PCIe carries it. Blocking: up to the timeout. Errors: kFailedPrecondition if no allowed path works, with every reason;
 // kDataLoss if a path delivered wrong canary bytes.
 absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, const ArenaShape& shape,
                                       UcxWorker* ucx, const PathOptions& options);

@@ -182,7 +182,7 @@ absl::StatusOr<std::shared_ptr<Attachment>> PoolChannel::Accept(locks_kvd::v1::A
   attachment->daemon = daemon_;
   attachment->figures = figures_;
   const PathOptions path_options = {options_.required_path, options_.best_path,
-                                    options_.control_timeout};
+                                    options_.control_timeout, options_.gpu};
   KVD_ASSIGN_OR_RETURN(ChosenPath path, ChoosePath(reply, arena, ucx_, path_options));
   attachment->fetcher = std::move(path.fetcher);
   attachment->path = std::move(path.report);

@@ -42,7 +42,12 @@ absl::StatusOr<std::unique_ptr<Sequence>> Sequence::Open(const SequenceContext& 
   KVD_ASSIGN_OR_RETURN(sequence->pages_,
                        SequencePages::Make(shape, static_cast<int>(capacity), options.step.n_sink,
                                            options.step.n_win, Pool::kMaxDaemons));
-  KVD_ASSIGN_OR_RETURN(sequence->step_, DecodeStep::Plan(sequence->pages_.get(), options.step));
+  if (shape.place.on_gpu()) {
+    sequence->batch_totals_ = std::make_unique<StepTotals>();
+    sequence->batch_fetch_totals_ = std::make_unique<FetchTotals>();
+  } else {
+    KVD_ASSIGN_OR_RETURN(sequence->step_, DecodeStep::Plan(sequence->pages_.get(), options.step));
+  }
   const std::vector<PlacedPage> placed = view.Place(keys);
   KVD_ASSIGN_OR_RETURN(MatchedPages matched, context.pool->Match(view, placed, MatchMode::kPrefix));
   KVD_RETURN_IF_ERROR(sequence->Fill(view, placed, std::move(matched)));
@@ -58,14 +63,14 @@ absl::StatusOr<std::unique_ptr<Sequence>> Sequence::Open(const SequenceContext& 
   }
   s.next_to_seal_ = s.num_woken_ = s.num_open_pages_;
   context.sealer->Add(sequence.get());
-  context.metrics->Add({&s.step_->totals(), &s.step_->fetch_totals(), options.step.loss,
-                        s.mirror_bytes(), s.cache_bytes()});
+  const FetchTotals* fetched = s.step_ != nullptr ? &s.step_->fetch_totals() : s.batch_fetch_totals_.get();
+  context.metrics->Add({&s.totals(), fetched, options.step.loss, s.mirror_bytes(), s.cache_bytes()});
   return sequence;
 }
 
 Sequence::~Sequence() {
   context_.sealer->Remove(this);
-  if (step_ != nullptr) context_.metrics->Remove(&step_->totals());
+  if (step_ != nullptr || batch_totals_ != nullptr) context_.metrics->Remove(&totals());
 }
 
 PageKey Sequence::key(int page) const {
@@ -149,16 +154,22 @@ absl::Status Sequence::FetchLocalPages(const PoolView& view) {
 
 absl::Status Sequence::AppendTail(std::span<const EngineKv> layers, int64_t first_token,
                                   int count) {
-  if (step_->next_layer() != 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("AppendTail between steps only: layer ", step_->next_layer(), " is next"));
-  }
+  KVD_RETURN_IF_ERROR(CheckBetweenSteps("AppendTail"));
   const absl::Status status = pages_->AppendTail(layers, first_token, count);
   WakeSealer();
   return status;
 }
 
+absl::Status Sequence::CheckBetweenSteps(absl::string_view what) const {
+  if (step_ == nullptr || step_->next_layer() == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(what, " between steps only: layer ", step_->next_layer(), " is next"));
+}
+
 absl::Status Sequence::Run(int layer, const StepInput& input, const StepOutput& output) {
+  if (step_ == nullptr) {
+    return absl::FailedPreconditionError("the client has a GPU: this sequence's steps are run by a DecodeBatch it joins");
+  }
   const absl::Status status = step_->Run(layer, input, output);
   if (step_->next_layer() == 0) WakeSealer();
   return status;
@@ -172,10 +183,7 @@ void Sequence::WakeSealer() {
 }
 
 absl::StatusOr<RepairReport> Sequence::Repair(std::span<const int> pages) {
-  if (step_->next_layer() != 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("Repair between steps only: layer ", step_->next_layer(), " is next"));
-  }
+  KVD_RETURN_IF_ERROR(CheckBetweenSteps("Repair"));
   std::vector<int> wanted;
   for (const int p : pages) {
     if (p < 0 || p >= pages_->num_pages()) {
@@ -242,11 +250,28 @@ bool Sequence::SealBatch(int first, int count) {
   for (int p = first; p < first + count; ++p) {
     placed.push_back(view.PlaceOne(key(p), p, key(p / kStripePages * kStripePages)));
   }
-  PutReport report = context_.writer->Write(
-      view, placed, [this, first](size_t i, int layer, int head, uint8_t* unit) {
-        std::memcpy(unit, pages_->ring_unit(first + static_cast<int>(i), layer, head),
-                    context_.shape->unit_bytes());
-      });
+  const WorkerShape& shape = *context_.shape;
+  std::vector<uint8_t> copies;  // of the pages, where the ring is on a GPU
+  if (shape.place.on_gpu()) copies.resize(static_cast<size_t>(count) * shape.page_bytes());
+  for (int p = 0; !copies.empty() && p < count; ++p) {
+    const absl::Status read = pages_->ring().ReadPage(first + p, copies.data() + static_cast<size_t>(p) * shape.page_bytes());
+    if (read.ok()) continue;
+    pages_->SetSealProblem(read.code());
+    return false;
+  }
+  const auto read = [&](std::span<const size_t> wanted, int shard_pos, uint8_t* slots) {
+    for (const size_t i : wanted) {
+      const uint8_t* page = copies.empty() ? pages_->ring().page(first + static_cast<int>(i)) : copies.data() + i * shape.page_bytes();
+      for (int layer = 0; layer < shape.num_layers(); ++layer) {
+        // The shard's heads of a layer stand together in both.
+        const size_t bytes = static_cast<size_t>(shape.slot.shard_heads) * shape.unit_bytes();
+        std::memcpy(slots, page + shape.unit_idx(layer, shard_pos * shape.slot.shard_heads) * shape.unit_bytes(), bytes);
+        slots += bytes;
+      }
+    }
+    return absl::OkStatus();
+  };
+  PutReport report = context_.writer->Write(view, placed, read);
   std::vector<RecordRequest> requests;
   for (size_t i = 0; i < report.pages.size(); ++i) {
     const PutOutcome& outcome = report.pages[i];

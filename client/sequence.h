@@ -2,7 +2,7 @@
 // step planned.
 //
 // Use: KvClient::OpenSequence, AppendTail for the prompt's rest, then Run for each layer of each
-// token. A completed tail page is sealed to the pool by the client's sealer, under a key of its
+// token; a sequence of a client with a GPU joins a DecodeBatch instead, which runs its steps. A completed tail page is sealed to the pool by the client's sealer, under a key of its
 // own: pages made by sparse decoding carry a random nonce, so no other sequence can match them.
 // Thread safety: compatible: one thread at a time (the sealer beside it is ours). The client must
 // outlive it. Hot path: Run; see decode_step.h. Nothing else here belongs into a step.
@@ -64,7 +64,7 @@ class Sequence final : public SealJob {
   // layer. Between steps only. kResourceExhausted: no room; the tokens before it were appended.
   absl::Status AppendTail(std::span<const EngineKv> layers, int64_t first_token, int count);
 
-  // One layer of one token: see DecodeStep::Run.
+  // One layer of one token: see DecodeStep::Run. kFailedPrecondition where the client has a GPU.
   absl::Status Run(int layer, const StepInput& input, const StepOutput& output);
 
   // Sealed pages that cannot be chosen at the moment.
@@ -74,20 +74,22 @@ class Sequence final : public SealJob {
   // attached.
   absl::StatusOr<RepairReport> Repair(std::span<const int> pages);
 
+  const StepTotals& totals() const { return step_ != nullptr ? step_->totals() : *batch_totals_; }
+  // REQUIRES: the client has no GPU.
   const LayerResult& result() const { return step_->result(); }
-  const StepTotals& totals() const { return step_->totals(); }
   const DecodeStep& step() const { return *step_; }
   // Completed pages that wait for their seal.
   int num_unsealed_pages() const { return pages_->complete_pages() - pages_->num_pages(); }
   // Bytes of this process that the sequence holds.
   size_t mirror_bytes() const { return pages_->mirror().bytes(); }
-  size_t cache_bytes() const { return step_->cache().bytes(); }
+  size_t cache_bytes() const { return step_ != nullptr ? step_->cache().bytes() : 0; }  // else the batch has it
 
   bool SealCompletePages() override;
   void FollowMoves() override;
 
  private:
   friend class KvClient;
+  friend class DecodeBatch;
   Sequence(const SequenceContext& context, const SequenceOptions& options)
       : context_(context), options_(options) {}
   static absl::StatusOr<std::unique_ptr<Sequence>> Open(const SequenceContext& context,
@@ -100,6 +102,8 @@ class Sequence final : public SealJob {
   absl::Status FindAlternates(const PoolView& view, std::span<const PlacedPage> placed);
   void WakeSealer();
   bool SealBatch(int first, int count);
+  // kFailedPrecondition in the middle of a step.
+  absl::Status CheckBetweenSteps(absl::string_view what) const;
   // sequence_moves.cc: the sealer's thread.
   std::vector<int> PagesToFollow();
   void SettleMoves();
@@ -109,7 +113,9 @@ class Sequence final : public SealJob {
   const SequenceOptions options_;
   absl::Duration fetch_timeout_;
   std::unique_ptr<SequencePages> pages_;
-  std::unique_ptr<DecodeStep> step_;
+  std::unique_ptr<DecodeStep> step_;           // null on a GPU; then these two
+  std::unique_ptr<StepTotals> batch_totals_;
+  std::unique_ptr<FetchTotals> batch_fetch_totals_;
   int num_open_pages_ = 0;
   int num_woken_ = 0;                 // complete pages that the sealer was told of
   std::vector<PageKey> prompt_keys_;  // of the pages at open

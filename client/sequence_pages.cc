@@ -21,15 +21,15 @@ absl::StatusOr<std::unique_ptr<SequencePages>> SequencePages::Make(const WorkerS
       std::unique_ptr<SequencePages>(new SequencePages(shape, page_capacity, n_sink, n_win));
   KVD_ASSIGN_OR_RETURN(pages->mirror_, Mirror::Make(shape, page_capacity));
   KVD_ASSIGN_OR_RETURN(pages->ring_, TailRing::Make(shape, n_win));
-  const size_t sink_bytes =
-      static_cast<size_t>(n_sink) * shape.units_per_page() * shape.unit_bytes();
-  KVD_ASSIGN_OR_RETURN(pages->sinks_, Buffer<uint8_t>::Make(sink_bytes, "sink pages"));
+  const size_t sink_bytes = static_cast<size_t>(n_sink) * shape.page_bytes();
+  KVD_ASSIGN_OR_RETURN(pages->sinks_, PlacedBytes::Make(shape.place, sink_bytes, "sink pages"));
   const auto capacity = static_cast<size_t>(page_capacity);
   pages->daemon_.resize(capacity);
   pages->version_.resize(capacity);
   pages->slots_.resize(capacity * static_cast<size_t>(shape.num_shards()));
   pages->selectable_.resize((capacity + 63) / 64);
   pages->missing_.resize((capacity + 63) / 64);
+  if (shape.place.on_gpu()) pages->change_of_.assign(capacity, -1);
   pages->sources_.resize(static_cast<size_t>(max_daemons));
   pages->sealed_.resize(static_cast<size_t>(pages->ring_->num_pages()));
   for (SealedPage& entry : pages->sealed_) {
@@ -61,6 +61,7 @@ void SequencePages::SetPage(int page, int daemon, std::span<const SlotRef> slots
   KVD_CHECK(static_cast<int>(slots.size()) == shape_.num_shards());
   const auto p = static_cast<size_t>(page);
   daemon_[p] = static_cast<uint16_t>(daemon);
+  NoteChange(page, /*forget=*/version_[p] > 0);
   ++version_[p];
   std::copy(slots.begin(), slots.end(), slots_.begin() + static_cast<ptrdiff_t>(p * slots.size()));
   missing_[p / 64] &= ~(uint64_t{1} << (p % 64));
@@ -81,6 +82,7 @@ void SequencePages::SetAlternate(int page, int daemon, std::span<const SlotRef> 
 void SequencePages::MovePage(int page, int daemon, std::span<const SlotRef> slots) {
   const auto p = static_cast<size_t>(page);
   daemon_[p] = static_cast<uint16_t>(daemon);
+  NoteChange(page, /*forget=*/false);
   std::copy(slots.begin(), slots.end(), slots_.begin() + static_cast<ptrdiff_t>(p * slots.size()));
   missing_[p / 64] &= ~(uint64_t{1} << (p % 64));
   SetSelectable(page, !sources_[static_cast<size_t>(daemon)].masked);
@@ -118,23 +120,14 @@ absl::Status SequencePages::AppendTail(std::span<const EngineKv> layers, int64_t
         absl::StrCat("AppendTail needs one EngineKv a layer: expected ", shape_.num_layers(),
                      ", got ", layers.size()));
   }
-  AdoptSealed();
-  const size_t row_bytes = static_cast<size_t>(shape_.geometry.head_dim) * 2;
-  const size_t k_bytes = shape_.unit_bytes() / 2;
-  for (int64_t token = first_token; token < first_token + count; ++token) {
+  for (int done = 0; done < count;) {
     AdoptSealed();
     if (!HasRoom()) return NoRoom();
-    const size_t row = static_cast<size_t>(tail_row()) * row_bytes;
-    for (int layer = 0; layer < shape_.num_layers(); ++layer) {
-      const EngineKv& kv = layers[static_cast<size_t>(layer)];
-      for (int head = 0; head < shape_.num_heads(); ++head) {
-        uint8_t* unit = ring_unit(tail_page(), layer, head);
-        const int64_t offset = head * kv.head_stride + token * kv.token_stride;
-        std::memcpy(unit + row, kv.k + offset, row_bytes);
-        std::memcpy(unit + k_bytes + row, kv.v + offset, row_bytes);
-      }
-    }
-    AdvanceTail();
+    const int n = std::min(count - done, shape_.geometry.page_tokens - tail_row());
+    KVD_RETURN_IF_ERROR(ring_->AppendRows(layers, first_token + done, num_tokens_, n));
+    num_tokens_ += n;
+    complete_pages_.store(tail_page(), std::memory_order_release);
+    done += n;
   }
   return absl::OkStatus();
 }
@@ -173,12 +166,8 @@ void SequencePages::AdoptSealed() {
     const bool gone = !UseSource(entry.daemon, &entry.source);
     const int page = num_pages_;
     if (page < n_sink_) {
-      for (int layer = 0; layer < shape_.num_layers(); ++layer) {
-        for (int head = 0; head < shape_.num_heads(); ++head) {
-          std::memcpy(sink_unit(page, layer, head), ring_unit(page, layer, head),
-                      shape_.unit_bytes());
-        }
-      }
+      // On a GPU the copy can only fail if the context is broken, and then every step fails too.
+      (void)CopyBytes(shape_.place, sink_page(page), ring_->page(page), shape_.page_bytes());
     }
     SetPage(page, entry.daemon, entry.slots);
     if (gone) MarkMissing(page);
@@ -281,8 +270,27 @@ void SequencePages::MarkMissing(int page) {
 
 void SequencePages::SetSelectable(int page, bool selectable) {
   if (is_selectable(page) == selectable) return;
+  NoteChange(page, /*forget=*/false);
   selectable_[static_cast<size_t>(page) / 64] ^= uint64_t{1} << (page % 64);
   if (page < num_pages_) num_missing_ += selectable ? -1 : 1;
+}
+
+void SequencePages::NoteChange(int page, bool forget) {
+  if (change_of_.empty()) return;
+  int32_t& idx = change_of_[static_cast<size_t>(page)];
+  if (idx < 0) {
+    idx = static_cast<int32_t>(changes_.size());
+    changes_.push_back({page, false});
+  }
+  PageChange& change = changes_[static_cast<size_t>(idx)];
+  change.forget = change.forget || forget;
+}
+
+std::span<const PageChange> SequencePages::TakeChanges() {
+  taken_.swap(changes_);
+  changes_.clear();
+  for (const PageChange& change : taken_) change_of_[static_cast<size_t>(change.page)] = -1;
+  return taken_;
 }
 
 std::vector<int> SequencePages::MissingPages() const {
@@ -299,12 +307,6 @@ int64_t SequencePages::tokens_in(int page) const {
 }
 
 int SequencePages::first_ring_page() const { return std::max(num_sinks(), num_pages_ - n_win_); }
-
-uint8_t* SequencePages::sink_unit(int page, int layer, int head) {
-  return sinks_.data() +
-         (static_cast<size_t>(page) * shape_.units_per_page() + shape_.unit_idx(layer, head)) *
-             shape_.unit_bytes();
-}
 
 Fetcher* SequencePages::fetcher(int daemon) const {
   return sources_[static_cast<size_t>(daemon)].source->fetcher.get();

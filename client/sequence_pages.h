@@ -47,6 +47,12 @@ struct MovedPage {
 };
 using MovedPages = std::vector<MovedPage>;
 
+// A page whose row changed since the copy of the page table on a GPU was brought up to date.
+struct PageChange {
+  int page = 0;
+  bool forget = false;  // it may have other bytes now than what a page cache holds of it
+};
+
 class SequencePages {
  public:
   // `max_daemons`: a page's daemon is below it.
@@ -98,8 +104,12 @@ class SequencePages {
   // Always-kept pages: the sinks [0, num_sinks()) and the ring pages [first_ring_page(), ...).
   int num_sinks() const { return num_pages_ < n_sink_ ? num_pages_ : n_sink_; }
   int first_ring_page() const;
-  uint8_t* sink_unit(int page, int layer, int head);
+  uint8_t* sink_unit(int page, int layer, int head) {
+    return sink_page(page) + shape_.unit_idx(layer, head) * shape_.unit_bytes();
+  }
+  uint8_t* sink_page(int page) { return sinks_.data() + static_cast<size_t>(page) * shape_.page_bytes(); }
   uint8_t* ring_unit(int page, int layer, int head) { return ring_->unit(page, layer, head); }
+  TailRing& ring() { return *ring_; }
 
   int daemon_of(int page) const { return daemon_[static_cast<size_t>(page)]; }
   const SlotRef& slot_of(int page, int shard_pos) const {
@@ -114,6 +124,12 @@ class SequencePages {
   // Sealed pages that are not selectable, ascending. Allocates.
   std::vector<int> MissingPages() const;
   int num_missing() const { return num_missing_; }
+  // Where the pages are on a GPU: what changed since the last call, each page once. The list is valid until the next
+  // change.
+  std::span<const PageChange> TakeChanges();
+  const std::shared_ptr<PageSource>& source(int daemon) const {
+    return sources_[static_cast<size_t>(daemon)].source;
+  }
   Fetcher* fetcher(int daemon) const;
   // Above every daemon that has a source.
   int num_daemons() const { return num_daemons_; }
@@ -158,6 +174,7 @@ class SequencePages {
   void MaskDaemon(int daemon, bool missing);
   void UnmaskDaemon(int daemon);
   void SetSelectable(int page, bool selectable);
+  void NoteChange(int page, bool forget);
   bool is_missing(int page) const {
     return (missing_[static_cast<size_t>(page) / 64] >> (page % 64) & 1) != 0;
   }
@@ -170,7 +187,7 @@ class SequencePages {
   const int n_win_;
   std::unique_ptr<Mirror> mirror_;
   std::unique_ptr<TailRing> ring_;
-  Buffer<uint8_t> sinks_;  // [n_sink][L][heads] units
+  PlacedBytes sinks_;  // [n_sink][L][heads] units
 
   int num_pages_ = 0;
   int64_t num_tokens_ = 0;
@@ -185,6 +202,10 @@ class SequencePages {
   static constexpr uint16_t kNoDaemon = 0xFFFF;
   std::vector<uint16_t> alt_daemon_;  // [P_cap] or empty
   std::vector<SlotRef> alt_slots_;    // [P_cap][shards held] or empty
+
+  std::vector<PageChange> changes_;   // on a GPU only
+  std::vector<PageChange> taken_;
+  std::vector<int32_t> change_of_;    // [P_cap] index into changes_, or -1
 
   // One batch of moved pages at a time: the sealer puts it here, the step takes it and puts it there.
   std::atomic<MovedPages*> moved_in_{nullptr};

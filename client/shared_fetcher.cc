@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "client/fetch_list.h"
 #include "kernels/checksum.h"
 #include "kernels/gather.h"
 
@@ -14,34 +15,17 @@ namespace {
 // Units that are copied between two looks at the clock, and the size of the array on the stack.
 constexpr size_t kBatch = 128;
 
-bool InRange(const FetchEntry& entry, const ArenaShape& shape) {
-  return entry.slot < shape.num_slots && entry.layer < shape.slot.num_layers &&
-         entry.head < shape.slot.shard_heads;
-}
-
-// Clears what a list's outcome is about to be written to.
-void Begin(FetchList& list) {
-  list.code = absl::StatusCode::kOk;
-  list.num_valid = 0;
-  list.path_bytes = 0;
-  list.in_flight = nullptr;
-  if (!list.entries.empty()) std::memset(list.valid, 0, list.entries.size());
-}
-
 }  // namespace
 
 // True if nothing may be read for `list`; its code says why.
 bool SharedFetcher::Refuse(FetchList& list) const {
-  Begin(list);
+  BeginList(list);
   if (lost_.load(std::memory_order_acquire)) {
     list.code = absl::StatusCode::kAborted;
-    return true;
+  } else if (!AllInRange(list, memory_->shape())) {
+    list.code = absl::StatusCode::kInvalidArgument;
   }
-  const ArenaShape& shape = memory_->shape();
-  const bool all_in_range = std::all_of(list.entries.begin(), list.entries.end(),
-                                        [&](const FetchEntry& entry) { return InRange(entry, shape); });
-  if (!all_in_range) list.code = absl::StatusCode::kInvalidArgument;
-  return !all_in_range;
+  return list.code != absl::StatusCode::kOk;
 }
 
 void SharedFetcher::Start(FetchList& list) {
@@ -63,12 +47,7 @@ void SharedFetcher::Start(FetchList& list) {
     list.num_valid += ref::GatherUnits(units, static_cast<int64_t>(count), unit_bytes, list.valid + first);
   }
   list.path_bytes = list.entries.size() * unit_bytes;
-  // A daemon that was declared lost meanwhile may have been gone for a part of the copy: only the fence
-  // tells, so what was read under it does not count (guarantee G3).
-  if (lost_.load(std::memory_order_acquire)) {
-    Begin(list);
-    list.code = absl::StatusCode::kAborted;
-  }
+  if (lost_.load(std::memory_order_acquire)) AbortList(list);
 }
 
 void SharedFetcher::FetchSummaries(FetchList& list) {
@@ -98,10 +77,7 @@ void SharedFetcher::FetchSummaries(FetchList& list) {
     }
   }
   list.path_bytes = list.entries.size() * bytes;
-  if (lost_.load(std::memory_order_acquire)) {
-    Begin(list);
-    list.code = absl::StatusCode::kAborted;
-  }
+  if (lost_.load(std::memory_order_acquire)) AbortList(list);
 }
 
 }  // namespace kvd

@@ -13,6 +13,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/layout.h"
+#include "kernels/memory_space.h"
 
 namespace kvd {
 
@@ -21,6 +22,7 @@ struct WorkerShape {
   std::vector<uint32_t> shards;  // ascending, distinct
   SlotLayout slot;
   SummaryLayout summary;
+  MemoryPlace place = {};  // of mirrors, page caches and local pages
 
   // kInvalidArgument if the geometry is unsupported or `shards` is not ascending or out of range.
   // Empty `shards` means all.
@@ -37,6 +39,7 @@ struct WorkerShape {
   size_t units_per_page() const {
     return static_cast<size_t>(num_layers()) * static_cast<size_t>(num_heads());
   }
+  size_t page_bytes() const { return units_per_page() * unit_bytes(); }
   size_t unit_idx(int layer, int head) const {
     return static_cast<size_t>(layer) * static_cast<size_t>(num_heads()) +
            static_cast<size_t>(head);

@@ -103,7 +103,7 @@ TEST(TidyTest, EachLibraryHasOneDoor) {
       {std::regex(R"(<CivetServer|<civetweb)"), std::regex(R"(^service/metrics\.cc)")},
       {std::regex(R"(<openssl/)"), std::regex(R"(^proto/page_key\.cc|^service/auth\.cc)")},
       {std::regex(R"([<"]hwy/)"), std::regex(R"(^kernels/simd\.)")},
-      {std::regex(R"(<cuda\.h>)"), std::regex(R"(^proto/arena_memory_peer\.cc)")},
+      {std::regex(R"(<cuda\.h>)"), std::regex(R"(^(proto/gpu_memory\.cc|client/gpu_scope\.h))")},
       {std::regex(R"(<nccl\.h>)"), std::regex(R"(^service/nccl_mover\.cc)")},
   };
   EXPECT_THAT(Complaints([](const SourceFile& f) { return IsCpp(f) && f.folder() != "tests"; },

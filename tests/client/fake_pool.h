@@ -196,7 +196,7 @@ struct FakeSequence {
       pages->SetSource(d, source);
     }
     for (int p = 0; p < num_pages; ++p) {
-      pages->mirror().Store(p, 0, PageRecords(data, shape, p).data());
+      KVD_CHECK(pages->mirror().Store(p, 0, PageRecords(data, shape, p).data()).ok());
       pages->SetPage(p, p % num_daemons, std::vector<SlotRef>{FakeSlot(p)});
     }
     pages->SetNumPages(num_pages);

@@ -1,4 +1,5 @@
-// One suite for every path: the same lists must have the same outcome, whoever carries the bytes.
+// One suite for every path, alone and through staging memory: the same lists must have the same outcome, whoever carries
+// the bytes. The peer path and staging for a GPU: peer_fetcher_test.cc.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -8,6 +9,7 @@
 
 #include "absl/time/clock.h"
 #include "client/shared_fetcher.h"
+#include "client/staged_fetcher.h"
 #include "client/ucx_fetcher.h"
 #include "tests/support/data_plane.h"
 
@@ -79,7 +81,20 @@ std::unique_ptr<Fetcher> Connect(PathKind path, const locks_kvd::v1::AttachReply
   return std::make_unique<SharedFetcher>(*std::move(memory));
 }
 
-class FetcherTest : public testing::TestWithParam<PathKind> {
+struct Way {
+  PathKind path;
+  bool staged = false;
+};
+
+// Staging memory of the host: everything of a StagedFetcher but the upload's kernel.
+std::unique_ptr<Fetcher> Staged(std::unique_ptr<Fetcher> inner, const ArenaShape& shape) {
+  if (inner == nullptr) return nullptr;
+  auto staged = StagedFetcher::Make(std::move(inner), shape, {});
+  EXPECT_TRUE(staged.ok()) << staged.status();
+  return *std::move(staged);
+}
+
+class FetcherTest : public testing::TestWithParam<Way> {
  protected:
   void SetUp() override {
     TestDaemon::Options options;
@@ -88,9 +103,11 @@ class FetcherTest : public testing::TestWithParam<PathKind> {
     offer_ = daemon_->Attach();
     slot_ = ShapeOf(offer_).slot;
     for (uint64_t page = 0; page < 8; ++page) pages_.push_back(daemon_->PutPage(offer_, page, 1));
-    if (GetParam() == PathKind::kUcx) worker_ = ClientWorker();
-    fetcher_ = Connect(GetParam(), offer_, worker_.get());
+    if (GetParam().path == PathKind::kUcx) worker_ = ClientWorker();
+    fetcher_ = Connect(GetParam().path, offer_, worker_.get());
+    if (GetParam().staged) fetcher_ = Staged(std::move(fetcher_), ShapeOf(offer_));
     ASSERT_NE(fetcher_, nullptr);
+    EXPECT_EQ(fetcher_->path(), GetParam().path);
   }
   void TearDown() override {
     fetcher_.reset();
@@ -266,8 +283,77 @@ TEST_P(FetcherTest, AfterShutdownFetchesAreAborted) {
   EXPECT_EQ(list.list.code, absl::StatusCode::kAborted);
 }
 
-INSTANTIATE_TEST_SUITE_P(Paths, FetcherTest, testing::Values(PathKind::kShared, PathKind::kUcx),
-                         [](const auto& path) { return path.param == PathKind::kUcx ? "ucx" : "shared"; });
+// More lists than slots, begun by one thread: those without a slot are fetched in their Wait.
+TEST_P(FetcherTest, ManyListsInFlightArriveOrAreRefused) {
+  std::vector<std::unique_ptr<OwnedList>> lists;
+  for (size_t i = 0; i < 7; ++i) {
+    lists.push_back(std::make_unique<OwnedList>(slot_, AllUnits(slot_, {pages_[i]})));
+    fetcher_->Start(lists.back()->list);
+  }
+  for (size_t i = 0; i < lists.size(); ++i) {
+    OwnedList& list = *lists[i];
+    fetcher_->Wait(list.list);
+    ASSERT_EQ(list.list.code, absl::StatusCode::kOk) << i;
+    EXPECT_EQ(list.list.num_valid, 8);
+    EXPECT_TRUE(list.Holds(5, Expected(pages_[i], list.entries[5])));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, FetcherTest,
+                         testing::Values(Way{PathKind::kShared}, Way{PathKind::kUcx}, Way{PathKind::kShared, true},
+                                         Way{PathKind::kUcx, true}),
+                         [](const auto& way) {
+                           const absl::string_view path = PathName(way.param.path);
+                           return std::string(way.param.staged ? "staged_" : "") + std::string(path.data(), path.size());
+                         });
+
+// --- what only staging can get wrong ------------------------------------------------------------------
+
+// Delivers the inner fetcher's units, and then fails the parts of a list from the `fail_from`-th on.
+class FailingFetcher final : public Fetcher {
+ public:
+  FailingFetcher(std::unique_ptr<Fetcher> inner, int fail_from) : inner_(std::move(inner)), left_(fail_from) {}
+  PathKind path() const override { return inner_->path(); }
+  void Start(FetchList& list) override {
+    if (left_-- > 0) return inner_->Start(list);
+    list.code = absl::StatusCode::kUnavailable;
+    list.num_valid = 0;
+    std::memset(list.valid, 0, list.entries.size());
+    for (uint8_t* const* to = list.destinations; to != list.destinations + list.entries.size(); ++to) **to = 0x77;
+  }
+  void Wait(FetchList& list) override {
+    if (list.code != absl::StatusCode::kUnavailable) inner_->Wait(list);
+  }
+  void FetchSummaries(FetchList& list) override { inner_->FetchSummaries(list); }
+  bool failed() const override { return false; }
+  void Shutdown() override { inner_->Shutdown(); }
+
+ private:
+  const std::unique_ptr<Fetcher> inner_;
+  int left_;
+};
+
+class StagedFetcherTest : public FetcherTest {};
+
+TEST_P(StagedFetcherTest, AnErrorInAPartEndsTheListAndItsStagingMemoryIsNotDelivered) {
+  const size_t part = (4 << 20) / slot_.unit_bytes;
+  const std::vector<FetchEntry> all = AllUnits(slot_, pages_);
+  std::vector<FetchEntry> entries;
+  for (size_t i = 0; i < 5 * part; ++i) entries.push_back(all[i % all.size()]);
+  OwnedList list(slot_, entries);
+  const auto failing =
+      Staged(std::make_unique<FailingFetcher>(Connect(GetParam().path, offer_, nullptr), 2), ShapeOf(offer_));
+  failing->Start(list.list);
+  failing->Wait(list.list);
+  EXPECT_EQ(list.list.code, absl::StatusCode::kUnavailable);
+  EXPECT_EQ(list.list.num_valid, static_cast<int64_t>(2 * part));
+  for (size_t i = 0; i < entries.size(); ++i) {
+    ASSERT_EQ(list.valid[i], i < 2 * part ? 1 : 0) << i;
+    ASSERT_TRUE(i < 2 * part ? list.Holds(i, Expected(pages_[i % all.size() / 8], entries[i])) : list.IsAll(i, 0xEE)) << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Staged, StagedFetcherTest, testing::Values(Way{PathKind::kShared, true}));
 
 // --- what only the network path can get wrong ---------------------------------------------------------
 
@@ -323,7 +409,7 @@ TEST_P(UcxFetcherTest, TooManyListsInFlightAreRefusedAndTheOthersArrive) {
   for (int i = 0; i < UcxFetcher::kMaxLists; ++i) EXPECT_EQ(lists[static_cast<size_t>(i)]->list.num_valid, 8);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ucx, UcxFetcherTest, testing::Values(PathKind::kUcx));
+INSTANTIATE_TEST_SUITE_P(Ucx, UcxFetcherTest, testing::Values(Way{PathKind::kUcx}));
 
 // --- a daemon that dies or freezes --------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ TEST(MirrorTest, EveryRecordStandsAtItsLayerHeadAndPage) {
   auto mirror = *Mirror::Make(shape, kCapacity);
   for (int page = 0; page < 2; ++page) {
     for (int shard = 0; shard < 2; ++shard) {
-      mirror->Store(page, shard, TaggedRecords(shape, page, shard).data());
+      ASSERT_TRUE(mirror->Store(page, shard, TaggedRecords(shape, page, shard).data()).ok());
     }
   }
   for (int layer = 0; layer < 2; ++layer) {
@@ -57,7 +57,7 @@ TEST(MirrorTest, ChecksumInTheRecordIsTheUnits) {
   const SequenceData data = SequenceData::Random(SmallGeometry(), 32, 3);
   const WorkerShape shape = *WorkerShape::Make(data.geometry, {});
   auto mirror = *Mirror::Make(shape, 2);
-  mirror->Store(1, 0, PageRecords(data, shape, 1).data());
+  ASSERT_TRUE(mirror->Store(1, 0, PageRecords(data, shape, 1).data()).ok());
   const auto unit = data.Unit(1, 0, 1);
   EXPECT_EQ(mirror->unit_checksum(1, 0, 1), Checksum64(unit.data(), unit.size()));
   const auto other = data.Unit(0, 0, 1);

@@ -60,6 +60,74 @@ TEST_F(PathTest, AnotherHostFallsBackToUcxAndSaysWhy) {
   EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"), HasSubstr("shared: the daemon is on another host"));
 }
 
+// What a daemon with an arena on a GPU offers; nobody listens at its socket.
+void OfferPeer(locks_kvd::v1::AttachReply& offer) {
+  offer.mutable_peer()->set_socket_path("/tmp/no-such-kvd.sock");
+  offer.mutable_peer()->set_host_id(offer.shared().host_id());
+  offer.mutable_peer()->set_gpu_uuid("00112233445566778899aabbccddeeff");
+  offer.clear_shared();
+}
+
+PathRefusal RefusalOf(const PathReport& report, PathKind path) {
+  for (const auto& [refused, reason] : report.refusals) {
+    if (refused == path) return reason;
+  }
+  ADD_FAILURE() << PathName(path) << " was not refused";
+  return PathRefusal::kFailed;
+}
+
+TEST_F(PathTest, AnArenaInHostMemoryHasNoPeerPath) {
+  const auto chosen = Choose();
+  ASSERT_TRUE(chosen.ok()) << chosen.status();
+  EXPECT_EQ(RefusalOf(chosen->report, PathKind::kPeer), PathRefusal::kHostMemory);
+  offer_.clear_shared();
+  const auto without = Choose();
+  ASSERT_TRUE(without.ok()) << without.status();
+  EXPECT_EQ(RefusalOf(without->report, PathKind::kPeer), PathRefusal::kNotOffered);
+}
+
+TEST_F(PathTest, AWorkerWithoutAGpuReachesAGpuArenaByUcxAndSaysWhy) {
+  OfferPeer(offer_);
+  const auto chosen = Choose();
+  ASSERT_TRUE(chosen.ok()) << chosen.status();
+  EXPECT_EQ(chosen->report.path, PathKind::kUcx);
+  EXPECT_EQ(RefusalOf(chosen->report, PathKind::kPeer), PathRefusal::kNoGpu);
+  EXPECT_EQ(RefusalOf(chosen->report, PathKind::kShared), PathRefusal::kNotOffered);
+  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"), HasSubstr("peer: this worker has no GPU"));
+  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"), HasSubstr("shared: the arena is on a GPU"));
+  const absl::Status refused = Choose(Require(PathKind::kPeer)).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("this worker has no GPU"));
+}
+
+TEST_F(PathTest, AGpuArenaOfAnotherHostAndALeftOutPeerPathAreNamed) {
+  OfferPeer(offer_);
+  PathOptions options;
+  options.best = PathKind::kUcx;
+  const auto chosen = Choose(options);
+  ASSERT_TRUE(chosen.ok()) << chosen.status();
+  EXPECT_EQ(RefusalOf(chosen->report, PathKind::kPeer), PathRefusal::kByOptions);
+#if KVD_CUDA
+  // A worker with a GPU, which it need not really have: the offer is looked at first.
+  offer_.mutable_peer()->set_host_id("another boot");
+  options = Require(PathKind::kPeer);
+  options.gpu = 0;
+  EXPECT_THAT(std::string(Choose(options).status().message()), HasSubstr("peer: the daemon is on another host"));
+  OfferPeer(offer_ = daemon_->Attach());
+  EXPECT_THAT(std::string(Choose(options).status().message()), HasSubstr("no-such-kvd.sock"));
+#endif
+}
+
+#if !KVD_CUDA
+TEST_F(PathTest, WithoutCudaAWorkerCannotHaveAGpu) {
+  PathOptions options;
+  options.gpu = 0;
+  const absl::Status refused = Choose(options).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("built without CUDA"));
+}
+#endif
+
 TEST_F(PathTest, AMissingSocketFallsBackToUcxAndNamesIt) {
   daemon_->descriptors.reset();
   const auto chosen = Choose();

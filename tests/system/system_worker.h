@@ -108,11 +108,17 @@ class SystemWorker {
       const PageKey key = KeyOf(version.page);
       placed.push_back({key, static_cast<uint32_t>(version.page % 1000), 0, PlacementWord(key)});
     }
-    return writer_->Write(view, placed,
-                          [&](size_t i, int layer, int head, uint8_t* unit) {
-                            const auto bytes = UnitOf(shape_, versions[i], layer, head);
-                            std::memcpy(unit, bytes.data(), bytes.size());
-                          });
+    return writer_->Write(view, placed, [&](std::span<const size_t> wanted, int shard_pos, uint8_t* slots) {
+      for (const size_t i : wanted) {
+        for (int layer = 0; layer < shape_.num_layers(); ++layer) {
+          for (int h = 0; h < shape_.slot.shard_heads; ++h) {
+            const auto bytes = UnitOf(shape_, versions[i], layer, shard_pos * shape_.slot.shard_heads + h);
+            slots = std::copy(bytes.begin(), bytes.end(), slots);
+          }
+        }
+      }
+      return absl::OkStatus();
+    });
   }
 
   // Fetches every unit of `pages` in one list and compares.

@@ -1,0 +1,251 @@
+// DecodeBatch: one layer of a step.
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "client/decode_batch_impl.h"
+#include "kernels/rotate.h"
+#include "proto/status.h"
+
+namespace kvd {
+namespace {
+
+constexpr char kWhat[] = "decode step";
+
+}  // namespace
+
+absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const BatchOutput& output, cudaStream_t stream) {
+  if (layer != next_layer) [[unlikely]] {
+    return absl::InvalidArgumentError(absl::StrCat("layers run in order: expected ", next_layer, ", got ", layer));
+  }
+  const BeginLayerArgs begin = {.shape = step_shape,
+                                .layer = layer,
+                                .rows = tables.rows,
+                                .arenas = arena_table.data(),
+                                .query = input.q,
+                                .k = input.k,
+                                .v = input.v,
+                                .rotated_query = rotated.data(),
+                                .step = step.data(),
+                                .arena_lost = arena_lost.data(),
+                                .figures = figures.data()};
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchBeginLayer(begin, stream), kWhat));
+  KVD_RETURN_IF_ERROR(Select(layer, shape.geometry.rotated ? rotated.data() : input.q, stream));
+  const ResolveBatch resolve = ResolveOf(layer);
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchResolve(resolve, stream), kWhat));
+  const FetchArgs fetch = {.shape = step_shape,
+                           .layer = layer,
+                           .rows = tables.rows,
+                           .arenas = arena_table.data(),
+                           .arena_lost = arena_lost.data(),
+                           .resolve = resolve,
+                           .fetch = options.mode == BatchMode::kCaptured,
+                           .max_units = max_units,
+                           .units = units.data(),
+                           .num_units = num_units.data(),
+                           .figures = figures.data()};
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchFetchPages(fetch, stream), kWhat));
+  if (options.mode == BatchMode::kHostDriven) {
+    KVD_RETURN_IF_ERROR(FetchOnHost(layer, input, output, stream));
+  } else {
+    KVD_RETURN_IF_ERROR(Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream));
+  }
+  next_layer = (layer + 1) % shape.num_layers();
+  return absl::OkStatus();
+}
+
+absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStream_t stream) {
+  const KvGeometry& g = shape.geometry;
+  const size_t at = static_cast<size_t>(layer) * static_cast<size_t>(options.max_sequences);
+  const ScoreArgs score = {.num_sequences = options.max_sequences,
+                           .num_kv_heads = num_heads(),
+                           .group = g.group(),
+                           .head_dim = g.head_dim,
+                           .page_tokens = g.page_tokens,
+                           .rank = g.rank,
+                           .dtype = g.dtype,
+                           .softmax_scale = g.softmax_scale,
+                           .logit_softcap = g.logit_softcap,
+                           .query = query,
+                           .coarse = coarse.data() + at,
+                           .fine = fine.data() + at,
+                           .page_capacity = capacities.data(),
+                           .num_pages = tables.num_pages,
+                           .lse_stride = lse_stride,
+                           .lse = lse.data()};
+  SelectArgs select = {.num_sequences = options.max_sequences,
+                       .num_kv_heads = num_heads(),
+                       .group = g.group(),
+                       .rule = options.step.rule,
+                       .n_sink = options.step.n_sink,
+                       .n_win = options.step.n_win,
+                       .num_select = budget,
+                       .lse = lse.data(),
+                       .lse_stride = lse_stride,
+                       .num_pages = tables.num_pages,
+                       .selectable = selectable.data(),
+                       .max_candidates = 0,
+                       .candidates = nullptr,
+                       .num_candidates = nullptr,
+                       .pages = selected.data(),
+                       .num_selected = num_selected.data(),
+                       .threshold = threshold.data(),
+                       .log_norm = log_norm.data(),
+                       .num_faults = nullptr,
+                       .scratch = nullptr};
+  if (scan == ScanMode::kFull) {
+    KVD_RETURN_IF_ERROR(GpuStatus(LaunchScoreFull(score, stream), kWhat));
+    return GpuStatus(LaunchSelect(select, stream), kWhat);
+  }
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchScoreCoarse(score, stream), kWhat));
+  SelectArgs choose = select;
+  choose.num_select = max_chosen;
+  choose.pages = chosen.data();
+  choose.num_selected = num_chosen.data();
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchSelect(choose, stream), kWhat));
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchListCandidates({.num_rows = options.max_sequences,
+                                                      .num_kv_heads = num_heads(),
+                                                      .n_win = options.step.n_win,
+                                                      .max_chosen = max_chosen,
+                                                      .max_candidates = max_candidates,
+                                                      .rows = tables.rows,
+                                                      .chosen = chosen.data(),
+                                                      .num_chosen = num_chosen.data(),
+                                                      .candidates = candidates.data(),
+                                                      .num_candidates = num_candidates.data()},
+                                                     stream),
+                                kWhat));
+  const RefineArgs refine = {score, max_candidates, candidates.data(), num_candidates.data()};
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchScoreRefine(refine, stream), kWhat));
+  select.max_candidates = max_candidates;
+  select.candidates = candidates.data();
+  select.num_candidates = num_candidates.data();
+  return GpuStatus(LaunchSelect(select, stream), kWhat);
+}
+
+ResolveBatch DecodeBatch::Impl::ResolveOf(int layer) const {
+  return {.num_rows = static_cast<int>(list_rows()),
+          .max_pages = budget,
+          .max_slots = step_shape.cache_slots,
+          .rows = resolve_rows.data() + static_cast<size_t>(layer) * list_rows(),
+          .pages = selected.data(),
+          .num_pages = num_selected.data(),
+          .step = step.data(),
+          .slots = const_cast<int32_t*>(slots.data()),
+          .miss_idx = const_cast<int32_t*>(miss_idx.data()),
+          .num_misses = const_cast<int32_t*>(num_misses.data())};
+}
+
+absl::Status DecodeBatch::Impl::Attend(const BatchInput& input, const UnitRef* list, const int32_t* counts, int max_list,
+                                       float* o, float* lse_out, cudaStream_t stream) {
+  const KvGeometry& g = shape.geometry;
+  return GpuStatus(LaunchAttend({.num_sequences = options.max_sequences,
+                                 .num_kv_heads = num_heads(),
+                                 .group = g.group(),
+                                 .head_dim = g.head_dim,
+                                 .page_tokens = g.page_tokens,
+                                 .dtype = g.dtype,
+                                 .softmax_scale = g.softmax_scale,
+                                 .logit_softcap = g.logit_softcap,
+                                 .query = input.q,
+                                 .max_units = max_list,
+                                 .units = list,
+                                 .num_units = counts,
+                                 .o = o,
+                                 .lse = lse_out},
+                                stream),
+                   kWhat);
+}
+
+// --- host-driven: the misses travel by the daemons' fetchers while the hits are attended -----------------
+
+absl::Status DecodeBatch::Impl::FetchOnHost(int layer, const BatchInput& input, const BatchOutput& output,
+                                            cudaStream_t stream) {
+  KVD_RETURN_IF_ERROR(ListMisses(layer, stream));
+  KVD_RETURN_IF_ERROR(Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream));
+  for (Row& row : rows) {
+    if (row.pages != nullptr) row.fetch->Start(*row.pages, layer);
+  }
+  KVD_RETURN_IF_ERROR(SettleMisses(layer, stream));
+  const bool any = std::any_of(host.num_units.data(), host.num_units.data() + list_rows(), [](int32_t n) { return n > 0; });
+  if (!any) return absl::OkStatus();
+  KVD_RETURN_IF_ERROR(Attend(input, host.units.data(), host.num_units.data(), budget, fetched_o.data(),
+                             fetched_lse.data(), stream));
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchMergeAttention({.num_rows = int64_t{options.max_sequences} * shape.num_q_heads(),
+                                                      .head_dim = shape.geometry.head_dim,
+                                                      .o1 = output.o,
+                                                      .lse1 = output.lse,
+                                                      .o2 = fetched_o.data(),
+                                                      .lse2 = fetched_lse.data(),
+                                                      .o = output.o,
+                                                      .lse = output.lse},
+                                                     stream),
+                                kWhat));
+  // The pinned lists are read by that attend; the next layer rewrites them.
+  return GpuStatus(cudaStreamSynchronize(stream), kWhat);
+}
+
+// Brings this layer's misses to the host and adds them to their rows' fetches.
+absl::Status DecodeBatch::Impl::ListMisses(int layer, cudaStream_t stream) {
+  const auto download = [&](auto& to, const auto& from) {
+    return GpuStatus(cudaMemcpyAsync(to.data(), from.data(), from.num_bytes(), cudaMemcpyDeviceToHost, stream), kWhat);
+  };
+  KVD_RETURN_IF_ERROR(download(host.num_misses, num_misses));
+  KVD_RETURN_IF_ERROR(download(host.miss_idx, miss_idx));
+  KVD_RETURN_IF_ERROR(download(host.selected, selected));
+  KVD_RETURN_IF_ERROR(download(host.slots, slots));
+  KVD_RETURN_IF_ERROR(GpuStatus(cudaStreamSynchronize(stream), kWhat));
+  const auto k = static_cast<size_t>(budget), heads = static_cast<size_t>(num_heads());
+  for (size_t n = 0; n < rows.size(); ++n) {
+    Row& row = rows[n];
+    if (row.pages == nullptr) continue;
+    row.fetch->Clear();
+    for (size_t h = 0; h < heads; ++h) {
+      const size_t list = n * heads + h;
+      for (int m = 0; m < host.num_misses[list]; ++m) {
+        const auto i = static_cast<size_t>(host.miss_idx[list * k + static_cast<size_t>(m)]);
+        const int slot = host.slots[list * k + i];
+        const size_t at = shape.unit_idx(layer, static_cast<int>(h)) * static_cast<size_t>(step_shape.cache_slots) + static_cast<size_t>(slot);
+        row.fetch->Add(host.selected[list * k + i], static_cast<int32_t>(h), slot, row.cache.data() + at * shape.unit_bytes());
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Waits for the misses; lists those that came, and has the page cache forget the others.
+absl::Status DecodeBatch::Impl::SettleMisses(int layer, cudaStream_t stream) {
+  const auto k = static_cast<size_t>(budget), heads = static_cast<size_t>(num_heads());
+  std::fill(host.num_units.data(), host.num_units.data() + list_rows(), 0);
+  bool all_valid = true;
+  for (size_t n = 0; n < rows.size(); ++n) {
+    Row& row = rows[n];
+    if (row.pages == nullptr) continue;
+    UnitCounts counts;
+    const int64_t bytes = row.fetch->Finish(*row.pages, layer, counts);
+    for (const Miss& miss : row.fetch->misses()) {
+      const size_t list = n * heads + static_cast<size_t>(miss.head);
+      const bool is_valid = miss.outcome == Miss::Outcome::kVerified;
+      all_valid = all_valid && is_valid;
+      host_failed += is_valid ? 0 : 1;
+      // Its place in the order of miss_idx: that of the slot, which no other miss of the list has.
+      for (int m = 0; m < host.num_misses[list]; ++m) {
+        const auto i = static_cast<size_t>(host.miss_idx[list * k + static_cast<size_t>(m)]);
+        if (host.slots[list * k + i] == miss.cache_slot) host.valid[list * k + static_cast<size_t>(m)] = is_valid ? 1 : 0;
+      }
+      if (!is_valid) continue;
+      host.units[list * k + static_cast<size_t>(host.num_units[list]++)] = {miss.destination, shape.geometry.page_tokens};
+    }
+    if (row.totals == nullptr) continue;
+    row.totals->misses.Add(counts.misses + static_cast<int64_t>(row.fetch->misses().size()));
+    row.totals->verified_units.Add(counts.verified);
+    row.totals->missing_units.Add(counts.missing);
+    row.totals->late_units.Add(counts.late);
+    row.totals->failed_units.Add(counts.failed);
+    row.totals->bytes_fetched.Add(bytes);
+  }
+  if (all_valid) return absl::OkStatus();
+  return GpuStatus(LaunchEvictInvalid(ResolveOf(layer), host.valid.data(), stream), kWhat);
+}
+
+}  // namespace kvd
