@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 # name, results file, figure, what is compared: "ratio" or "value" at least the bound, or "us", which is a value of at
-# most the bound; bound None: shown, nothing is promised
+# most the bound, whatever its unit; bound None: shown, nothing is promised
 TARGETS = [
     ("shared path over memcpy, 512 x 8 KiB", "fetch_bench.json", "fetch/shared/512x8KiB", "ratio", 0.8),
     ("ucx list over gather + one message, 512 x 8 KiB", "fetch_bench.json", "fetch/ucx/512x8KiB", "ratio", 0.8),
@@ -36,6 +36,48 @@ TARGETS = [
     ("GPU gather over copy, 8,192 x 8 KiB", "gpu_kernel_bench.json", "gather 8192 units of 8 KiB, local", "ratio", 0.85),
     ("GPU summarize, E1S, million units a second", "gpu_kernel_bench.json",
      "summarize 102,400 units, E1S", "value", 20),
+    ("step, pool over local: llama 1 x 32K", "decode_bench.json", "llama 1 x 32K, pool over local, warm", "us", 1.1),
+    ("step, pool over local: llama 1 x 128K", "decode_bench.json", "llama 1 x 128K, pool over local, warm", "us", 1.1),
+    ("step, pool over local: llama 1 x 512K", "decode_bench.json", "llama 1 x 512K, pool over local, warm", "us", 1.1),
+    ("step, pool over local: hk4 1 x 1M", "decode_bench.json", "hk4 1 x 1M, pool over local, warm", "us", 1.1),
+    ("step, pool over local: llama 4 x 128K", "decode_bench.json", "llama 4 x 128K, pool over local, warm", "us", 1.1),
+    ("step, pool over local: llama 16 x 32K", "decode_bench.json", "llama 16 x 32K, pool over local, warm", "us", 1.1),
+    ("dense over the step, warm: hk4 1 x 1M", "decode_bench.json", "hk4 1 x 1M, dense over pool, warm", "ratio", 8),
+    ("dense over the step, warm: llama 1 x 512K", "decode_bench.json", "llama 1 x 512K, dense over pool, warm", "ratio", 7),
+    ("dense over the step, warm: llama 1 x 128K", "decode_bench.json", "llama 1 x 128K, dense over pool, warm", "ratio", 3),
+    ("the authors' step over ours, warm: llama 1 x 128K", "decode_bench.json",
+     "llama 1 x 128K, authors over pool, warm", "ratio", None),
+    ("the authors' step over ours, warm: hk4 1 x 1M", "decode_bench.json",
+     "hk4 1 x 1M, authors over pool, warm", "ratio", None),
+    ("GPU fetch, 128 units a layer in a graph, us", "decode_bench.json",
+     "llama: fetch 128 units a layer, in a graph", "us", 6),
+    ("ucx path over UCX's 4 MiB message, GPU memory", "decode_bench.json",
+     "llama: ucx path over UCX's own message, 4 MiB", "ratio", 0.7),
+    ("ucx path over UCX's 64 MiB message", "decode_bench.json",
+     "llama: ucx path over UCX's own message, 64 MiB", "ratio", 0.7),
+    ("NIXL over the peer path, 512 units", "decode_bench.json",
+     "llama: NIXL over gather 512 units, list on the device", "ratio", 50),
+    ("host time of a captured step, us: llama 1 x 128K", "decode_bench.json", "llama 1 x 128K, pool, warm, host", "us", 20),
+    ("host time of a captured step, us: hk4 1 x 1M", "decode_bench.json", "hk4 1 x 1M, pool, warm, host", "us", 20),
+    ("open 1M tokens: mirror over the HBM copy", "decode_bench.json",
+     "hk4: open: fill the mirror of 65536 pages", "ratio", 0.5),
+    ("open 1M tokens: hash, ms", "decode_bench.json", "hk4: open: hash 65536 pages", "value", None),
+    ("open 1M tokens: hash, match and lease, ms", "decode_bench.json",
+     "hk4: open: hash, match and lease 65536 pages", "us", 250),
+    ("worker's memory over the formula, 1M tokens", "decode_bench.json",
+     "hk4 1 x 1M, worker's memory over records and cache", "us", 1.03),
+    ("KV bytes, dense over sparse, 1M tokens", "decode_bench.json",
+     "hk4 1 x 1M, KV bytes dense over sparse", "ratio", None),
+    ("NVLink: step, pool over local: llama 1 x 128K", "nvlink.json", "llama 1 x 128K, pool over local, warm", "us", 1.15),
+    ("NVLink: step, pool over local: hk4 1 x 1M", "nvlink.json", "hk4 1 x 1M, pool over local, warm", "us", 1.15),
+    ("NVLink: cold fetch of 256 MiB over the copy", "nvlink.json",
+     "llama: fetch 128 units a head, 32 layers", "ratio", 0.9),
+    ("NVLink: 512 units, list on the device, us", "nvlink.json", "llama: gather 512 units, list on the device", "us", 25),
+    ("NVLink: NIXL over the peer path, 512 units", "nvlink.json",
+     "llama: NIXL over gather 512 units, list on the device", "ratio", 100),
+    ("NVLink: 128 units a layer in a graph, us", "nvlink.json", "llama: fetch 128 units a layer, in a graph", "us", 6),
+    ("NVLink: open 1M tokens: mirror over the copy", "nvlink.json",
+     "hk4: open: fill the mirror of 65536 pages", "ratio", 0.7),
 ]
 
 

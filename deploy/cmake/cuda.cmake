@@ -1,5 +1,5 @@
-# What the GPU build needs, for KVD_CUDA=ON: nvcc 13 or later. Only kernels/*.cu, their test and their
-# benchmark are compiled by it; everything else stays as it is on a machine without a toolkit.
+# What the GPU build needs, for KVD_CUDA=ON: nvcc 13 or later. Only .cu files are compiled by it; host code that calls
+# the CUDA runtime stands under KVD_CUDA, and everything else stays as it is on a machine without a toolkit.
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   find_program(KVD_NVCC nvcc HINTS /usr/local/cuda/bin)
   if(NOT KVD_NVCC)
@@ -33,9 +33,10 @@ find_package(CUDAToolkit 13 REQUIRED)
 
 target_compile_definitions(kvd_options INTERFACE KVD_CUDA=1)
 target_compile_options(kvd_options INTERFACE
-  $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-lineinfo;-Xcompiler=-Wall,-Wextra,-Wshadow,-Werror>)
+  $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-lineinfo;--compress-mode=size;-Xcompiler=-Wall,-Wextra,-Wshadow,-Werror>)
 
-# Everything that needs nvcc, and nothing else: the kernels, their test and their benchmark.
+# Everything that runs on a GPU machine, in deploy/bundle.sh's folder: the kernels, the tests labelled gpu, the
+# benchmarks, the daemon and its tool.
 add_custom_target(kvd_gpu)
 
 # kvd_gpu_program(<target>): builds it with kvd_gpu, and lets it and its libraries find libraries in ../lib beside
@@ -44,4 +45,15 @@ function(kvd_gpu_program target)
   add_dependencies(kvd_gpu ${target})
   set_target_properties(${target} PROPERTIES BUILD_RPATH "$ORIGIN/../lib")
   target_link_options(${target} PRIVATE LINKER:--disable-new-dtags)
+  set_property(GLOBAL APPEND_STRING PROPERTY KVD_GPU_PROGRAMS "$<TARGET_FILE:${target}>\n")
 endfunction()
+
+# The daemon and locksctl belong to them; <build>/gpu_programs lists them all, one path a line. Runs when every target
+# is known.
+function(kvd_list_gpu_programs)
+  kvd_gpu_program(locks-kvd)
+  kvd_gpu_program(locksctl)
+  get_property(programs GLOBAL PROPERTY KVD_GPU_PROGRAMS)
+  file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/gpu_programs CONTENT "${programs}")
+endfunction()
+cmake_language(DEFER CALL kvd_list_gpu_programs)

@@ -31,6 +31,8 @@ std::string ReadFile(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
+std::string DaemonBinary() { return ProgramBeside("locks-kvd", KVD_DAEMON_BINARY); }
+
 }  // namespace
 
 TempDir::TempDir() {
@@ -44,7 +46,14 @@ TempDir::~TempDir() {
   std::filesystem::remove_all(path_, ignored);
 }
 
-bool HaveDaemonBinary() { return access(KVD_DAEMON_BINARY, X_OK) == 0; }
+std::string ProgramBeside(const std::string& name, const std::string& otherwise) {
+  std::error_code unreadable;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", unreadable);
+  const std::string beside = (program.parent_path() / name).string();
+  return access(beside.c_str(), X_OK) == 0 ? beside : otherwise;
+}
+
+bool HaveDaemonBinary() { return access(DaemonBinary().c_str(), X_OK) == 0; }
 
 locks_kvd::v1::DaemonConfig MakeConfig(const DaemonSpec& spec, const std::string& dir) {
   locks_kvd::v1::DaemonConfig config;
@@ -58,6 +67,7 @@ locks_kvd::v1::DaemonConfig MakeConfig(const DaemonSpec& spec, const std::string
   arena.mutable_identity()->set_weights_id(spec.weights_id);
   arena.mutable_identity()->set_rope(spec.rope);
   arena.set_bytes(spec.arena_bytes);
+  if (spec.gpu >= 0) arena.set_gpu(spec.gpu);
   config.mutable_times()->set_heartbeat_ms(spec.heartbeat_ms);
   config.mutable_times()->set_session_ttl_ms(spec.session_ttl_ms);
   config.mutable_times()->set_quarantine_ms(spec.quarantine_ms);
@@ -107,9 +117,10 @@ absl::Status DaemonProcess::Launch() {
   const int log = open(log_path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
   if (log < 0) return absl::InternalError(absl::StrCat("cannot open ", log_path));
   const std::string flag = absl::StrCat("--config=", config_path);
+  const std::string binary = DaemonBinary();
   std::vector<char*> argv;
   for (const std::string& word : prefix_) argv.push_back(const_cast<char*>(word.c_str()));
-  for (const char* word : {KVD_DAEMON_BINARY, flag.c_str()}) argv.push_back(const_cast<char*>(word));
+  for (const char* word : {binary.c_str(), flag.c_str()}) argv.push_back(const_cast<char*>(word));
   argv.push_back(nullptr);
   pid_ = fork();
   if (pid_ == 0) {
@@ -152,7 +163,11 @@ bool DaemonProcess::Reap() {
 
 void DaemonProcess::Kill() {
   if (pid_ <= 0) return;
-  kill(pid_, SIGKILL);
+  // Under `unshare --fork` the daemon is a child; who waits for it ends once it is gone.
+  std::ifstream children(absl::StrCat("/proc/", pid_, "/task/", pid_, "/children"));
+  pid_t child = 0;
+  const bool has_child = static_cast<bool>(children >> child) && child > 0;
+  kill(has_child ? child : pid_, SIGKILL);
   waitpid(pid_, &exit_status_, 0);
   pid_ = -1;
 }

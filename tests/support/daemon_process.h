@@ -40,6 +40,7 @@ struct DaemonSpec {
   std::string rope = "theta=10000";
   KvGeometry geometry;
   uint64_t arena_bytes = uint64_t{64} << 20;
+  int gpu = -1;  // CUDA ordinal of the arena; -1: host memory
   bool shared_path = true;
   bool ucx = true;
   uint32_t heartbeat_ms = 100;
@@ -55,7 +56,8 @@ locks_kvd::v1::DaemonConfig MakeConfig(const DaemonSpec& spec, const std::string
 
 class DaemonProcess {
  public:
-  // What runs the binary, before its own path: {"ip", "netns", "exec", "d1"}. It must keep the process id.
+  // What runs the binary, before its own path: {"ip", "netns", "exec", "d1"}. It must keep the process id, or wait for
+  // the daemon as a child, as `unshare --fork` does: then Freeze, Thaw and Stop do not reach the daemon.
   static absl::StatusOr<std::unique_ptr<DaemonProcess>> StartUnder(
       std::vector<std::string> prefix, std::unique_ptr<TempDir> dir,
       const locks_kvd::v1::DaemonConfig& config);
@@ -102,7 +104,10 @@ class DaemonProcess {
   int exit_status_ = 0;
 };
 
-// True if the daemon's binary is part of this build (KVD_DAEMON_BINARY).
+// Path of a program that stands beside the one that runs, as in the folder of deploy/bundle.sh; else `otherwise`.
+std::string ProgramBeside(const std::string& name, const std::string& otherwise);
+
+// True if the daemon's binary is beside this program or part of its build (KVD_DAEMON_BINARY).
 bool HaveDaemonBinary();
 
 }  // namespace kvd::testing

@@ -1,82 +1,18 @@
 // G4: a frozen client loses its leases after their TTL, and its slots are used again only after the
 // quarantine. What it still reads or sends when it wakes is wrong for nobody.
 
-#include <fcntl.h>
 #include <grpcpp/create_channel.h>
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <array>
 #include <chrono>
-#include <cstdio>
 
 #include "proto/pool.grpc.pb.h"
+#include "tests/support/line_process.h"
 #include "tests/support/path_parameter.h"
 #include "tests/system/system_worker.h"
 
 namespace kvd::testing {
 namespace {
-
-// The client_process program, spoken to by lines.
-class ClientProcess {
- public:
-  ClientProcess(const std::string& daemon, PathKind path) {
-    int in[2], out[2];
-    KVD_CHECK(pipe2(in, O_CLOEXEC) == 0 && pipe2(out, O_CLOEXEC) == 0);
-    const std::string path_name(PathName(path));
-    std::array<char*, 4> argv = {const_cast<char*>(KVD_CLIENT_PROCESS),
-                                 const_cast<char*>(daemon.c_str()),
-                                 const_cast<char*>(path_name.c_str()), nullptr};
-    pid_ = fork();
-    if (pid_ == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      dup2(in[0], STDIN_FILENO);
-      dup2(out[1], STDOUT_FILENO);
-      execv(argv[0], argv.data());
-      _exit(127);
-    }
-    KVD_CHECK(pid_ > 0);
-    close(in[0]);
-    close(out[1]);
-    commands_ = in[1];
-    answers_ = fdopen(out[0], "r");
-  }
-  ~ClientProcess() {
-    close(commands_);
-    fclose(answers_);
-    kill(pid_, SIGKILL);
-    waitpid(pid_, nullptr, 0);
-  }
-  ClientProcess(const ClientProcess&) = delete;
-  ClientProcess& operator=(const ClientProcess&) = delete;
-
-  void Say(const std::string& command) {
-    const std::string line = command + "\n";
-    KVD_CHECK(write(commands_, line.data(), line.size()) == static_cast<ssize_t>(line.size()));
-  }
-  std::string Hear() {
-    std::array<char, 256> line;
-    if (fgets(line.data(), line.size(), answers_) == nullptr) return "the client process ended";
-    return std::string(line.data(), std::strcspn(line.data(), "\n"));
-  }
-  std::string Ask(const std::string& command) {
-    Say(command);
-    return Hear();
-  }
-  void Freeze() {
-    int status = 0;
-    KVD_CHECK(kill(pid_, SIGSTOP) == 0 && waitpid(pid_, &status, WUNTRACED) == pid_ && WIFSTOPPED(status));
-  }
-  void Thaw() { KVD_CHECK(kill(pid_, SIGCONT) == 0); }
-
- private:
-  pid_t pid_ = -1;
-  int commands_ = -1;
-  FILE* answers_ = nullptr;
-};
 
 class FrozenClientTest : public ::testing::TestWithParam<PathKind> {
  protected:
@@ -98,7 +34,8 @@ class FrozenClientTest : public ::testing::TestWithParam<PathKind> {
     auto worker = SystemWorker::Make(OptionsFor({daemon_->address()}, GetParam()));
     ASSERT_TRUE(worker.ok()) << worker.status();
     worker_ = *std::move(worker);
-    client_ = std::make_unique<ClientProcess>(daemon_->address(), GetParam());
+    client_ = std::make_unique<LineProcess>(
+        std::vector<std::string>{KVD_CLIENT_PROCESS, daemon_->address(), std::string(PathName(GetParam()))});
     ASSERT_EQ(client_->Hear(), "attached");
   }
   locks_kvd::v1::StatsReply Stats() {
@@ -127,7 +64,7 @@ class FrozenClientTest : public ::testing::TestWithParam<PathKind> {
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<locks_kvd::v1::Pool::Stub> stub_;
   std::unique_ptr<SystemWorker> worker_;
-  std::unique_ptr<ClientProcess> client_;
+  std::unique_ptr<LineProcess> client_;
 };
 
 TEST_P(FrozenClientTest, ItsLeasesEndItsSlotsWaitAndItsStaleReadsFindNothing) {

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# On a GPU machine, from the folder that deploy/bundle.sh made: runs the GPU tests, the decode benchmark and its peers, and
+# prints one table.
+# usage: gpu.sh [tests] [bench] [peers] [table]      (default: all four)
+#   tests   every test labelled gpu; needs root for the daemon's namespaces, else does without
+#   bench   decode_bench: Llama-3.1-8B at 32K, 128K, 512K and a 4-KV-head shape at 1M, up to 512K tokens in all
+#   peers   dense attention, the authors' step, NIXL, UCX's own messages: what of them python3 finds
+#   table   figures, ratios and checks of all that ran, into decode_bench.json
+#   KVD_OUT      folder of logs and results; default: results beside this script
+#   KVD_QUICK=1  32K and 128K tokens only, without the 4-KV-head shape
+#   KVD_COMMIT   commit of the bundle; default: the file commit in it
+#   KVD_DAEMON_GPU  the daemon's GPU, default 0; the worker's is 0
+#   KVD_UCX      folder libucx of the wheel libucx-cu13, for UCX's own messages
+# Python packages of the peers: torch, numpy, fa3-fwd 0.0.3, locks-kv 0.1.4, nixl-cu13 1.5.1, on PYTHONPATH.
+# Exits 1 if a test or a check failed. Leave the machine alone meanwhile: it takes its GPU whole.
+set -uo pipefail
+case " $* " in *" -h "* | *" --help "*) sed -n '2,15p' "$0" | cut -c3-; exit 0 ;; esac
+here=$(cd "$(dirname "$0")" && pwd)
+[ -d "$here/bin" ] || here=$(cd "$here/../out/bundle" 2>/dev/null && pwd) || {
+  echo "gpu.sh: expected bin/ beside this script or ../out/bundle: run deploy/bundle.sh first" >&2; exit 2; }
+bin=$here/bin
+out=${KVD_OUT:-$here/results}
+commit=${KVD_COMMIT:-$(cat "$here/commit")}
+mkdir -p "$out"
+failed=0
+[ "$#" -gt 0 ] || set -- tests bench peers table
+
+llama=(--shape=llama --tokens=32K,128K,512K --batch=1,4,16 --most_tokens=512K)
+hk4=(--shape=hk4 --tokens=1M --batch=1)
+[ -z "${KVD_QUICK:-}" ] || llama=(--shape=llama --tokens=32K,128K --batch=1,4 --most_tokens=128K)
+daemon_gpu=${KVD_DAEMON_GPU:-0}
+bench_flags=(--commit="$commit" --fetches --fill_threads="$(nproc)" --daemon_gpu="$daemon_gpu")
+[ "$(id -u)" -ne 0 ] || bench_flags+=(--own_namespaces)
+
+run_tests() {
+  local test name
+  : >"$out/tests.txt"
+  for test in "$bin"/*_test; do
+    name=$(basename "$test")
+    if KVD_TEST_DAEMON_GPU=$daemon_gpu timeout 300 "$test" >"$out/$name.log" 2>&1; then
+      echo "$name: $(grep -cE '^\[  SKIPPED \]' "$out/$name.log") skipped, $(grep -E '^\[  PASSED  \]' "$out/$name.log" | cut -c13-)" >>"$out/tests.txt"
+    else
+      echo "$name: FAILED, see $out/$name.log" >>"$out/tests.txt"
+      grep -E '^\[  FAILED  \]|Failure|error:' -A4 "$out/$name.log" | head -n 30
+      failed=1
+    fi
+  done
+  cat "$out/tests.txt"
+}
+
+run_bench() {
+  "$bin/decode_bench" "${llama[@]}" "${bench_flags[@]}" --json="$out/llama.json" >"$out/llama.log" 2>"$out/llama.err" || failed=1
+  cat "$out/llama.log"; tail -n 3 "$out/llama.err"
+  [ -z "${KVD_QUICK:-}" ] || return 0
+  "$bin/decode_bench" "${hk4[@]}" "${bench_flags[@]}" --json="$out/hk4.json" >"$out/hk4.log" 2>"$out/hk4.err" || failed=1
+  cat "$out/hk4.log"; tail -n 3 "$out/hk4.err"
+}
+
+# A peer that is not installed, or fails, is left out of the table and said so.
+peer() {
+  local name=$1
+  shift
+  timeout 300 "$@" >>"$out/peers.jsonl" 2>"$out/$name.err" || echo "gpu.sh: no figures of $name: $(tail -n 1 "$out/$name.err")"
+}
+
+run_nixl() {
+  local meet
+  meet=$(mktemp -d)
+  CUDA_VISIBLE_DEVICES=$daemon_gpu timeout 120 python3 "$bin/peers/nixl_read_gpu.py" target nixl "$meet" 40 >"$out/nixl_target.log" 2>&1 &
+  CUDA_VISIBLE_DEVICES=0 peer nixl_read_gpu python3 "$bin/peers/nixl_read_gpu.py" reader nixl "$meet" 40
+  wait
+  rm -rf "$meet"
+}
+
+run_peers() {
+  rm -f "$out/peers.jsonl"
+  if ! python3 -c 'import torch' 2>"$out/torch.err"; then
+    echo "gpu.sh: no peers: python3 has no torch"
+    return
+  fi
+  peer dense_attention python3 "$bin/peers/dense_attention.py" "${llama[@]}"
+  peer locks_step python3 "$bin/peers/locks_step.py" "${llama[@]}"
+  if [ -z "${KVD_QUICK:-}" ]; then
+    peer dense_attention_hk4 python3 "$bin/peers/dense_attention.py" "${hk4[@]}"
+    peer locks_step_hk4 python3 "$bin/peers/locks_step.py" "${hk4[@]}"
+  fi
+  run_nixl
+  [ -z "${KVD_UCX:-}" ] || peer ucx_am python3 "$bin/peers/ucx_am.py" "$KVD_UCX"
+  cat "$out/peers.jsonl"
+}
+
+for part in "$@"; do
+  case "$part" in
+    tests) run_tests ;;
+    bench) run_bench ;;
+    peers) run_peers ;;
+    table) python3 "$bin/peers/gpu_table.py" "$out" || failed=1 ;;
+    *) echo "gpu.sh: unknown part '$part': expected tests, bench, peers or table" >&2; exit 2 ;;
+  esac
+done
+exit "$failed"

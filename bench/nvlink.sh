@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# On a machine with two GPUs, from the folder that deploy/bundle.sh made: the GPU tests and the decode benchmark with the
+# daemon on GPU 1 and the worker on GPU 0, in PID, IPC and mount namespaces of their own, and one table.
+# usage: nvlink.sh [--dry-run] [tests] [bench] [peers] [table]      (default: all four; as gpu.sh has them)
+#   --dry-run  both processes on GPU 0: for a machine with one
+# Environment: as for gpu.sh; results go to results-nvlink. NVLink multicast stays off: nothing here uses it.
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+export KVD_DAEMON_GPU=1
+if [ "${1:-}" = --dry-run ]; then
+  export KVD_DAEMON_GPU=0
+  shift
+elif [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -lt 2 ]; then
+  echo "nvlink.sh: expected two GPUs, found $(nvidia-smi -L 2>/dev/null | wc -l): use --dry-run" >&2
+  exit 2
+fi
+case "${1:-}" in -h | --help) sed -n '2,7p' "$0" | cut -c3-; exit 0 ;; esac
+export KVD_OUT=${KVD_OUT:-$here/results-nvlink} NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+code=0
+bash "$here/gpu.sh" "$@" || code=$?
+cat <<'LINES'
+bulk move of sealed pages by NCCL                                             not built
+one side killed in the middle of a bulk move                                  not built
+the ucx path with CUDA over NVLink (UCX built with CUDA)                      not built: Debian's UCX has no CUDA
+LINES
+exit "$code"

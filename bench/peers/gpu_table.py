@@ -1,0 +1,93 @@
+"""One table of the parts that bench/gpu.sh ran: figures, what they are compared with, checks.
+
+usage: gpu_table.py FOLDER      FOLDER/llama.json, hk4.json (decode_bench), peers.jsonl, tests.txt -> FOLDER/decode_bench.json
+A part that did not run is said, not made up. Exits 1 if a check failed.
+"""
+
+import json
+import pathlib
+import sys
+
+
+def parts_of(folder):
+    for name in ("llama.json", "hk4.json"):
+        path = folder / name
+        if path.exists():
+            yield json.loads(path.read_text())
+        else:
+            print(f"gpu_table: {name}: not run")
+
+
+def peers_of(folder):
+    path = folder / "peers.jsonl"
+    if not path.exists():
+        print("gpu_table: peers: not run")
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in lines}
+
+
+def figure(name, value, unit, limit=0, ratio=0):
+    return dict(name=name, value=value, unit=unit, limit=limit, ratio=ratio)
+
+
+def compared(values, peers):
+    """Ratios of a peer's time to ours."""
+    figures = []
+    for name, peer in peers.items():
+        who, _, case = name.partition("/")
+        if who in ("dense", "authors"):
+            whole = peer["us"] * peer["layers"]
+            figures.append(figure(f"{case}, {who}, all layers", whole, "us"))
+            for way in ("warm", "drifting"):
+                ours = values.get(f"{case}, pool, {way}, step")
+                if ours:
+                    figures.append(figure(f"{case}, {who} over pool, {way}", whole / ours, "times", 1, whole / ours))
+    nixl = peers.get("nixl")
+    if nixl:
+        figures.append(figure("NIXL READ, 512 units", nixl["us"], "us"))
+        for shape in ("llama", "hk4"):
+            for what in ("gather 512 units, list on the device", "peer path, list of 512 units from the host",
+                         "ucx path to the GPU, list of 512 units"):
+                ours = values.get(f"{shape}: {what}")
+                if ours:
+                    figures.append(figure(f"{shape}: NIXL over {what}", nixl["us"] / ours, "times", 1, nixl["us"] / ours))
+    for mib, units in ((4, 512), (64, 8192)):
+        own = peers.get(f"ucx_am/{mib}MiB")
+        ours = values.get(f"llama: ucx path to the GPU, rate, {units} units")
+        if own:
+            figures.append(figure(f"UCX's own active message, {mib} MiB, GPU memories over TCP", own["gb_per_s"], "GB/s"))
+        if own and ours:
+            figures.append(figure(f"llama: ucx path over UCX's own message, {mib} MiB", ours / own["gb_per_s"], "times", 1, ours / own["gb_per_s"]))
+    return figures
+
+
+def main(folder):
+    folder = pathlib.Path(folder)
+    parts, peers = list(parts_of(folder)), peers_of(folder)
+    figures = [f for part in parts for f in part["figures"]]
+    checks = [c for part in parts for c in part["checks"]]
+    values = {f["name"]: f["value"] for f in figures}
+    figures += compared(values, peers)
+    if "nixl" in peers:
+        checks.append(dict(name="every byte that NIXL brought", ok=peers["nixl"]["wrong"] == 0, detail=f"{peers['nixl']['wrong']} wrong"))
+    head = parts[0] if parts else dict(commit="unknown", machine="unknown", date="unknown")
+    merged = dict(bench="decode_bench", commit=head["commit"], machine=head["machine"], date=head["date"], figures=figures,
+                  checks=checks, peers={name: peer.get("who", "") for name, peer in peers.items()})
+    print(f"decode_bench  commit {merged['commit']}  machine {merged['machine']}")
+    print(f"{'figure':76} {'value':>12} {'unit':6} {'limit':>12} {'ratio':>8}")
+    for f in figures:
+        limit = f"{f['limit']:12.3f}" if f["limit"] else " " * 12
+        ratio = f"{f['ratio']:8.3f}" if f["ratio"] else ""
+        print(f"{f['name']:76} {f['value']:12.3f} {f['unit']:6} {limit} {ratio}")
+    tests = folder / "tests.txt"
+    print(tests.read_text() if tests.exists() else "gpu_table: tests: not run")
+    failed = [check for check in checks if not check["ok"]]
+    for check in failed:
+        print(f"CHECK FAILED: {check['name']}: {check['detail']}")
+    (folder / "decode_bench.json").write_text(json.dumps(merged, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
