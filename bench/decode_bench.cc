@@ -231,6 +231,11 @@ absl::Status MeasureFetches(const Plan& plan, const DecodePool& pool, Report* re
   return absl::OkStatus();
 }
 
+absl::Status Save(const Report& report) {
+  const std::string json = absl::GetFlag(FLAGS_json);
+  return json.empty() ? absl::OkStatus() : report.WriteJson(json);
+}
+
 // Results of the cases by position; those that could not run are reported and left out.
 absl::Status RunPool(const Plan& plan, std::map<size_t, CaseFigures>* results, Report* report) {
   KVD_ASSIGN_OR_RETURN(auto pool,
@@ -244,7 +249,6 @@ absl::Status RunPool(const Plan& plan, std::map<size_t, CaseFigures>* results, R
   KVD_RETURN_IF_ERROR(pool->Fill());
   report->Add(
       {absl::GetFlag(FLAGS_shape) + ": put over loopback", pool->fill_gb_per_s(), "GB/s", 0, 0});
-  if (absl::GetFlag(FLAGS_fetches)) KVD_RETURN_IF_ERROR(MeasureFetches(plan, *pool, report));
   KVD_ASSIGN_OR_RETURN(auto client, KvClient::Make(pool->OptionsFor(plan.path)));
   for (size_t i = 0; i < plan.cases.size(); ++i) {
     std::fprintf(stderr, "decode_bench: %s, pool\n", plan.cases[i].name.c_str());
@@ -255,7 +259,9 @@ absl::Status RunPool(const Plan& plan, std::map<size_t, CaseFigures>* results, R
     AddPoolCase(plan, plan.cases[i], *figures, report);
     (*results)[i] = *std::move(figures);
   }
-  return absl::OkStatus();
+  client.reset();
+  KVD_RETURN_IF_ERROR(Save(*report));  // what follows may end the process
+  return absl::GetFlag(FLAGS_fetches) ? MeasureFetches(plan, *pool, report) : absl::OkStatus();
 }
 
 absl::Status RunLocal(const Plan& plan, const std::map<size_t, CaseFigures>& pool, Report* report) {
@@ -308,17 +314,16 @@ int Main() {
   if (pool != "local") {
     const absl::Status status = RunPool(*plan, &in_pool, &report);
     report.Check("the pool", status.ok(), status.ToString());
+    (void)Save(report);
   }
   if (pool != "peer") {
     const absl::Status status = RunLocal(*plan, in_pool, &report);
     report.Check("the worker alone", status.ok(), status.ToString());
   }
   report.PrintTable();
-  if (const std::string json = absl::GetFlag(FLAGS_json); !json.empty()) {
-    if (const absl::Status written = report.WriteJson(json); !written.ok()) {
-      std::fprintf(stderr, "decode_bench: %s\n", written.ToString().c_str());
-      return 1;
-    }
+  if (const absl::Status saved = Save(report); !saved.ok()) {
+    std::fprintf(stderr, "decode_bench: %s\n", saved.ToString().c_str());
+    return 1;
   }
   return report.all_ok() ? 0 : 1;
 }
