@@ -221,6 +221,7 @@ absl::Status MeasureFetches(const Plan& plan, const DecodePool& pool, Report* re
   report->Add({absl::StrCat(shape, "open: fill the mirror of ", pages, " pages"), mirror, "GB/s",
                copy, mirror / copy});
   KVD_ASSIGN_OR_RETURN(auto ucx, PoolSession::Attach(pool.OptionsFor(PathKind::kUcx)));
+  KVD_ASSIGN_OR_RETURN(const MatchedPages leased, pool.Lease(*ucx, pages));
   for (const int units : {512, 8192}) {
     KVD_ASSIGN_OR_RETURN(const double us, FetcherUs(*ucx, pool, pages, units, 20));
     report->Add(

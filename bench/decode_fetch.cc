@@ -324,6 +324,11 @@ double CopyGbPerS(int to_gpu, int from_gpu) {
   KVD_CUDA_OK(cudaMemset(from, 1, kBytes));
   KVD_CUDA_OK(cudaDeviceSynchronize());
   KVD_CUDA_OK(cudaSetDevice(to_gpu));
+  // Without peer access the copy would go through host memory.
+  if (to_gpu != from_gpu) {
+    const cudaError_t enabled = cudaDeviceEnablePeerAccess(from_gpu, 0);
+    if (enabled != cudaErrorPeerAccessAlreadyEnabled) KVD_CUDA_OK(enabled);
+  }
   KVD_CUDA_OK(cudaMalloc(reinterpret_cast<void**>(&to), kBytes));
   // Not in a graph: copies between GPUs cannot be captured.
   const testing::Stream stream;

@@ -175,6 +175,16 @@ absl::Status DecodePool::Fill() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<MatchedPages> DecodePool::Lease(PoolSession& session, int num_pages) const {
+  KVD_ASSIGN_OR_RETURN(auto client, KvClient::Make(OptionsFor(PathKind::kUcx)));
+  const size_t num_tokens =
+      static_cast<size_t>(num_pages) * static_cast<size_t>(options_.geometry.page_tokens);
+  const std::vector<PageKey> keys = client->PageKeys(std::span(tokens_).first(num_tokens));
+  const PoolView view = session.pool().View();
+  const std::vector<PlacedPage> placed = view.Place(keys);
+  return session.pool().Match(view, placed, MatchMode::kPrefix);
+}
+
 absl::StatusOr<OpenFigures> DecodePool::MeasureOpen(PoolSession& session, int num_pages) const {
   OpenFigures figures;
   KVD_ASSIGN_OR_RETURN(auto client, KvClient::Make(OptionsFor(PathKind::kUcx)));
