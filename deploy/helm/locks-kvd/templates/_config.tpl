@@ -19,6 +19,7 @@
 {{- $arenas := list -}}
 {{- range $i, $value := .Values.arenas -}}
 {{- $arena := dict "tenant" $value.tenant "model" $value.model "geometry" $value.geometry "identity" $value.identity "bytes" (include "locks-kvd.bytes" $value.size) -}}
+{{- if hasKey $value "gpu" -}}{{- $_ := set $arena "gpu" (int $value.gpu) -}}{{- end -}}
 {{- if $value.encoder -}}{{- $_ := set $arena "encoder" $value.encoder -}}{{- end -}}
 {{- if $value.queryMetric -}}{{- $_ := set $arena "queryMetricFile" (printf "/etc/locks-kvd/query-metric/%d/%s" $i $value.queryMetric.key) -}}{{- end -}}
 {{- $arenas = append $arenas $arena -}}

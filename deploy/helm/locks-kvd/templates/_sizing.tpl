@@ -24,12 +24,14 @@
 {{- end -}}
 
 {{/* Bytes that a daemon needs: arenas; the kernel's page tables of their mapping (8 bytes for each 4 KiB); 256 bytes a
-     slot for page, lease and eviction tables; 64 MiB of staging; 2 GiB for the process, gRPC (512 MiB at most) and UCX. */}}
+     slot for page, lease and eviction tables; 64 MiB of staging; 2 GiB for the process, gRPC (512 MiB at most) and UCX.
+     Of an arena in GPU memory: its tables alone, with 96 MiB more of staging. */}}
 {{- define "locks-kvd.memoryNeeded" -}}
 {{- $sum := add 67108864 2147483648 -}}
 {{- range .Values.arenas -}}
 {{- $bytes := int64 (include "locks-kvd.bytes" .size) -}}
-{{- $sum = add $sum $bytes (div $bytes 512) (mul 256 (int64 (include "locks-kvd.slots" .))) -}}
+{{- if hasKey . "gpu" -}}{{- $sum = add $sum 100663296 -}}{{- else -}}{{- $sum = add $sum $bytes (div $bytes 512) -}}{{- end -}}
+{{- $sum = add $sum (mul 256 (int64 (include "locks-kvd.slots" .))) -}}
 {{- end -}}
 {{- $sum -}}
 {{- end -}}
