@@ -3,8 +3,8 @@
 namespace kvd {
 namespace {
 
-// Of an H200: fixed cost of a scan over few pages, bytes a second of whole records and of coarse parts, and
-// what the second select, the candidates' list and refine cost beside their bytes.
+// Of an H200: fixed cost of a scan over few pages, bytes a second of whole records and of coarse
+// parts, and what the second select, the candidates' list and refine cost beside their bytes.
 constexpr double kScanSeconds = 5e-6;
 constexpr double kFullRate = 3.6e12;
 constexpr double kCoarseRate = 2.9e12;
@@ -12,21 +12,24 @@ constexpr double kRefineSeconds = 16e-6;
 
 }  // namespace
 
-ScanEstimate EstimateBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages, int64_t num_candidates) {
+ScanEstimate EstimateBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages,
+                               int64_t num_candidates) {
   const double lists = static_cast<double>(num_sequences) * shape.num_heads();
   const double pages = lists * static_cast<double>(num_pages);
   const double full = pages * shape.summary.record_bytes();
   const double coarse = pages * shape.summary.coarse_bytes;
   const double refined = lists * static_cast<double>(num_candidates) * shape.summary.record_bytes();
-  return {kScanSeconds + full / kFullRate, kScanSeconds + coarse / kCoarseRate + kRefineSeconds + refined / kFullRate};
+  return {kScanSeconds + full / kFullRate,
+          kScanSeconds + coarse / kCoarseRate + kRefineSeconds + refined / kFullRate};
 }
 
-ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages, int64_t num_candidates,
-                         ScanMode asked) {
+ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages,
+                         int64_t num_candidates, ScanMode asked) {
   if (num_candidates >= num_pages) return ScanMode::kFull;
   if (asked != ScanMode::kAuto) return asked;
   const ScanEstimate estimate = EstimateBatchScan(shape, num_sequences, num_pages, num_candidates);
-  return estimate.progressive_seconds * 1.1 <= estimate.full_seconds ? ScanMode::kProgressive : ScanMode::kFull;
+  return estimate.progressive_seconds * 1.1 <= estimate.full_seconds ? ScanMode::kProgressive
+                                                                     : ScanMode::kFull;
 }
 
 }  // namespace kvd

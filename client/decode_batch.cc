@@ -25,12 +25,13 @@ absl::Status CheckOptions(const WorkerShape& shape, const BatchOptions& options)
   };
   if (!shape.place.on_gpu()) {
     return absl::FailedPreconditionError(
-        "DecodeBatch runs on a GPU and the worker's memory is on the host: set ClientOptions::gpu, or use Sequence::Run");
+        "DecodeBatch runs on a GPU and the worker's memory is on the host: set ClientOptions::gpu, "
+        "or use Sequence::Run");
   }
   KVD_RETURN_IF_ERROR(Validate(options.step, shape.num_layers()));
   if (options.max_sequences < 1 || options.max_sequences * shape.num_heads() > 2048) {
-    return refuse("max_sequences", "must be from 1 to ", 2048 / shape.num_heads(), " with ", shape.num_heads(),
-                  " KV heads, got ", options.max_sequences);
+    return refuse("max_sequences", "must be from 1 to ", 2048 / shape.num_heads(), " with ",
+                  shape.num_heads(), " KV heads, got ", options.max_sequences);
   }
   const int64_t most = int64_t{kMaxPages} * shape.geometry.page_tokens;
   if (options.max_tokens < 1 || options.max_tokens > most) {
@@ -40,13 +41,16 @@ absl::Status CheckOptions(const WorkerShape& shape, const BatchOptions& options)
     return refuse("budget", "must be at most ", kMaxBudget, " on a GPU, got ", options.step.budget);
   }
   if (!options.step.dense_layers.empty()) {
-    return refuse("dense_layers", "not on a GPU: keep the KV of layers that attend everything in the engine");
+    return refuse("dense_layers",
+                  "not on a GPU: keep the KV of layers that attend everything in the engine");
   }
   if (options.step.verify != VerifyPolicy::kGeneration) {
-    return refuse("verify", "checksums of units are not computed in a step on a GPU: use kGeneration");
+    return refuse("verify",
+                  "checksums of units are not computed in a step on a GPU: use kGeneration");
   }
   if (options.step.mass != MassReport::kOnLoss || options.step.loss == LossPolicy::kGoOn) {
-    return refuse("mass", "mass figures are not computed on a GPU: use kOnLoss, with kRecompute or kFail");
+    return refuse("mass",
+                  "mass figures are not computed on a GPU: use kOnLoss, with kRecompute or kFail");
   }
   return absl::OkStatus();
 }
@@ -67,12 +71,15 @@ absl::Status AddPinned(size_t size, PlacedArray<T>& array) {
 
 template <typename T>
 absl::Status Fill(const PlacedArray<T>& array, int byte, absl::string_view what) {
-  return GpuStatus(cudaMemsetAsync(const_cast<T*>(array.data()), byte, array.num_bytes(), cudaStreamPerThread), what);
+  return GpuStatus(
+      cudaMemsetAsync(const_cast<T*>(array.data()), byte, array.num_bytes(), cudaStreamPerThread),
+      what);
 }
 
 template <typename T>
 absl::Status Upload(T* to, const T* from, size_t size, cudaStream_t stream) {
-  return GpuStatus(cudaMemcpyAsync(to, from, size * sizeof(T), cudaMemcpyHostToDevice, stream), "decode batch");
+  return GpuStatus(cudaMemcpyAsync(to, from, size * sizeof(T), cudaMemcpyHostToDevice, stream),
+                   "decode batch");
 }
 
 }  // namespace
@@ -80,7 +87,8 @@ absl::Status Upload(T* to, const T* from, size_t size, cudaStream_t stream) {
 DecodeBatch::DecodeBatch(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 DecodeBatch::~DecodeBatch() = default;
 
-absl::StatusOr<std::unique_ptr<DecodeBatch>> DecodeBatch::Plan(const WorkerShape& shape, const BatchOptions& options) {
+absl::StatusOr<std::unique_ptr<DecodeBatch>> DecodeBatch::Plan(const WorkerShape& shape,
+                                                               const BatchOptions& options) {
   KVD_RETURN_IF_ERROR(CheckOptions(shape, options));
   auto impl = std::make_unique<Impl>(shape, options);
   KVD_RETURN_IF_ERROR(impl->Allocate());
@@ -91,7 +99,8 @@ DecodeBatch::Impl::~Impl() {
   const GpuScope scope(shape.place.gpu);
   cudaDeviceSynchronize();
   for (int n = 0; n < static_cast<int>(rows.size()); ++n) {
-    if (rows[static_cast<size_t>(n)].pages != nullptr) rows[static_cast<size_t>(n)].pages->ring().SetStepEvents(nullptr);
+    if (rows[static_cast<size_t>(n)].pages != nullptr)
+      rows[static_cast<size_t>(n)].pages->ring().SetStepEvents(nullptr);
   }
 }
 
@@ -106,11 +115,13 @@ absl::Status DecodeBatch::Impl::Allocate() {
   lse_stride = (int64_t{page_capacity} + 3) / 4 * 4;
   budget = std::min(options.step.budget, page_capacity);
   const double wanted = std::ceil(options.step.cache_ratio * budget);
-  const int cache_slots = static_cast<int>(std::clamp<double>(wanted, 1, std::min(page_capacity, kMaxCacheSlots)));
+  const int cache_slots =
+      static_cast<int>(std::clamp<double>(wanted, 1, std::min(page_capacity, kMaxCacheSlots)));
   max_chosen = std::min(options.step.candidates(), page_capacity);
   max_candidates = max_chosen + options.step.n_sink + options.step.n_win;
   max_units = budget + options.step.n_sink + options.step.n_win + TailRing::kSlackPages;
-  scan = ChooseBatchScan(shape, options.max_sequences, page_capacity, max_chosen, options.step.scan);
+  scan =
+      ChooseBatchScan(shape, options.max_sequences, page_capacity, max_chosen, options.step.scan);
   step_shape = {.num_rows = options.max_sequences,
                 .num_layers = g.num_layers,
                 .num_kv_heads = num_heads(),
@@ -127,7 +138,8 @@ absl::Status DecodeBatch::Impl::Allocate() {
   const size_t lists = list_rows(), q_rows = n * static_cast<size_t>(shape.num_q_heads());
   const auto k = static_cast<size_t>(std::max(budget, 1));
   size_t& bytes = num_workspace_bytes;
-  KVD_ASSIGN_OR_RETURN(PlacedBytes on_device, PlacedBytes::Make(place, Tables::Size(n), "decode batch"));
+  KVD_ASSIGN_OR_RETURN(PlacedBytes on_device,
+                       PlacedBytes::Make(place, Tables::Size(n), "decode batch"));
   bytes += on_device.size();
   tables.Set(std::move(on_device), n);
   KVD_RETURN_IF_ERROR(Add(place, kMaxArenas, arena_table, bytes));
@@ -168,13 +180,16 @@ absl::Status DecodeBatch::Impl::Allocate() {
     KVD_RETURN_IF_ERROR(Add(place, q_rows, fetched_lse, bytes));
   }
   for (Flight& flight : flights) {
-    KVD_ASSIGN_OR_RETURN(PlacedBytes pinned, PlacedBytes::MakePinned(Tables::Size(n), "decode batch"));
+    KVD_ASSIGN_OR_RETURN(PlacedBytes pinned,
+                         PlacedBytes::MakePinned(Tables::Size(n), "decode batch"));
     flight.tables.Set(std::move(pinned), n);
     KVD_RETURN_IF_ERROR(AddPinned(kMaxArenas, flight.arenas));
     KVD_RETURN_IF_ERROR(AddPinned(n, flight.figures));
     KVD_RETURN_IF_ERROR(AddPinned(kMaxUpdates, flight.updates));
-    KVD_RETURN_IF_ERROR(AddPinned(kMaxUpdates * static_cast<size_t>(shape.num_shards()), flight.update_places));
-    KVD_RETURN_IF_ERROR(GpuStatus(cudaEventCreateWithFlags(&flight.done, cudaEventDisableTiming), "decode batch"));
+    KVD_RETURN_IF_ERROR(
+        AddPinned(kMaxUpdates * static_cast<size_t>(shape.num_shards()), flight.update_places));
+    KVD_RETURN_IF_ERROR(
+        GpuStatus(cudaEventCreateWithFlags(&flight.done, cudaEventDisableTiming), "decode batch"));
     events->all.push_back(flight.done);
   }
   // Padding until somebody joins: rows of zeros are read by no kernel but for their num_tokens.
@@ -201,25 +216,32 @@ absl::StatusOr<int> DecodeBatch::Join(SequencePages* pages, StepTotals* totals) 
   return impl_->Join(pages, nullptr, totals);
 }
 
-absl::StatusOr<int> DecodeBatch::Impl::Join(SequencePages* pages, Sequence* sequence, StepTotals* totals) {
-  const auto free = std::find_if(rows.begin(), rows.end(), [](const Row& row) { return row.pages == nullptr; });
+absl::StatusOr<int> DecodeBatch::Impl::Join(SequencePages* pages, Sequence* sequence,
+                                            StepTotals* totals) {
+  const auto free =
+      std::find_if(rows.begin(), rows.end(), [](const Row& row) { return row.pages == nullptr; });
   if (free == rows.end()) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("all ", rows.size(), " rows of the batch are taken: let a sequence leave, or raise max_sequences"));
+        absl::StrCat("all ", rows.size(),
+                     " rows of the batch are taken: let a sequence leave, or raise max_sequences"));
   }
   if (pages->page_capacity() > page_capacity || pages->n_sink() != options.step.n_sink ||
       pages->n_win() != options.step.n_win || !(pages->shape().place == shape.place)) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "a sequence that joins has room for at most ", page_capacity, " pages (max_tokens), n_sink ", options.step.n_sink,
-        ", n_win ", options.step.n_win, " and lies on GPU ", shape.place.gpu, ": got ", pages->page_capacity(), ", ",
+        "a sequence that joins has room for at most ", page_capacity,
+        " pages (max_tokens), n_sink ", options.step.n_sink, ", n_win ", options.step.n_win,
+        " and lies on GPU ", shape.place.gpu, ": got ", pages->page_capacity(), ", ",
         pages->n_sink(), ", ", pages->n_win(), ", GPU ", pages->shape().place.gpu));
   }
   for (int d = 0; d < pages->num_daemons(); ++d) {
     const auto& source = pages->source(d);
-    if (options.mode != BatchMode::kCaptured || source == nullptr || source->fetcher->peer() != nullptr) continue;
-    return absl::FailedPreconditionError(absl::StrCat(
-        "a captured step reads every daemon by the peer path; daemon ", d, " is reached by '",
-        PathName(source->fetcher->path()), "': use BatchMode::kHostDriven, or require the peer path"));
+    if (options.mode != BatchMode::kCaptured || source == nullptr ||
+        source->fetcher->peer() != nullptr)
+      continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("a captured step reads every daemon by the peer path; daemon ", d,
+                     " is reached by '", PathName(source->fetcher->path()),
+                     "': use BatchMode::kHostDriven, or require the peer path"));
   }
   const int n = static_cast<int>(free - rows.begin());
   if (absl::Status filled = FillRow(n, pages); !filled.ok()) {
@@ -233,22 +255,29 @@ absl::StatusOr<int> DecodeBatch::Impl::Join(SequencePages* pages, Sequence* sequ
   return n;
 }
 
-// Memory of a row, and everything about it that does not change from step to step. No step in flight reads it.
+// Memory of a row, and everything about it that does not change from step to step. No step in
+// flight reads it.
 absl::Status DecodeBatch::Impl::FillRow(int n, SequencePages* pages) {
   Row& row = rows[static_cast<size_t>(n)];
   const auto capacity = static_cast<size_t>(pages->page_capacity());
-  const size_t lists = shape.units_per_page(), cached = lists * static_cast<size_t>(step_shape.cache_slots);
+  const size_t lists = shape.units_per_page(),
+               cached = lists * static_cast<size_t>(step_shape.cache_slots);
   constexpr char kWhat[] = "page cache";
   const MemoryPlace& place = shape.place;
-  KVD_ASSIGN_OR_RETURN(row.places, PlacedArray<PagePlace>::Make(place, capacity * static_cast<size_t>(shape.num_shards()), kWhat));
-  KVD_ASSIGN_OR_RETURN(row.selectable, PlacedArray<uint64_t>::Make(place, (capacity + 63) / 64, kWhat));
+  KVD_ASSIGN_OR_RETURN(row.places,
+                       PlacedArray<PagePlace>::Make(
+                           place, capacity * static_cast<size_t>(shape.num_shards()), kWhat));
+  KVD_ASSIGN_OR_RETURN(row.selectable,
+                       PlacedArray<uint64_t>::Make(place, (capacity + 63) / 64, kWhat));
   KVD_ASSIGN_OR_RETURN(row.cache, PlacedBytes::Make(place, cached * shape.unit_bytes(), kWhat));
   KVD_ASSIGN_OR_RETURN(row.page_slot, PlacedArray<int32_t>::Make(place, lists * capacity, kWhat));
   KVD_ASSIGN_OR_RETURN(row.slot_page, PlacedArray<int32_t>::Make(place, cached, kWhat));
   KVD_ASSIGN_OR_RETURN(row.slot_step, PlacedArray<uint64_t>::Make(place, cached, kWhat));
   if (options.mode == BatchMode::kHostDriven) {
-    KVD_ASSIGN_OR_RETURN(row.fetch, MissFetch::Make(shape, static_cast<size_t>(num_heads()) * static_cast<size_t>(budget),
-                                                    pages->max_daemons(), options.step));
+    KVD_ASSIGN_OR_RETURN(
+        row.fetch,
+        MissFetch::Make(shape, static_cast<size_t>(num_heads()) * static_cast<size_t>(budget),
+                        pages->max_daemons(), options.step));
   }
   KVD_RETURN_IF_ERROR(Fill(row.page_slot, 0xFF, kWhat));
   KVD_RETURN_IF_ERROR(Fill(row.slot_page, 0xFF, kWhat));
@@ -258,10 +287,12 @@ absl::Status DecodeBatch::Impl::FillRow(int n, SequencePages* pages) {
   std::vector<PagePlace> places(row.places.size());
   for (size_t i = 0; i < places.size(); ++i) {
     const auto page = static_cast<int>(i / static_cast<size_t>(shape.num_shards()));
-    places[i] = PlaceOf(*pages, page, static_cast<int>(i % static_cast<size_t>(shape.num_shards())));
+    places[i] =
+        PlaceOf(*pages, page, static_cast<int>(i % static_cast<size_t>(shape.num_shards())));
   }
   std::vector<const uint8_t*> bases(1);
-  const auto rows_n = static_cast<size_t>(options.max_sequences), heads = static_cast<size_t>(num_heads());
+  const auto rows_n = static_cast<size_t>(options.max_sequences),
+             heads = static_cast<size_t>(num_heads());
   std::vector<ResolveRow> maps(heads);
   for (int layer = 0; layer < shape.num_layers(); ++layer) {
     const size_t at = static_cast<size_t>(layer) * rows_n + static_cast<size_t>(n);
@@ -270,11 +301,14 @@ absl::Status DecodeBatch::Impl::FillRow(int n, SequencePages* pages) {
     bases[0] = pages->mirror().fine(layer);
     KVD_RETURN_IF_ERROR(CopyBytes(place, fine.data() + at, bases.data(), sizeof(bases[0])));
     for (int h = 0; h < num_heads(); ++h) {
-      const size_t unit = shape.unit_idx(layer, h), slot = unit * static_cast<size_t>(step_shape.cache_slots);
-      maps[static_cast<size_t>(h)] = {row.page_slot.data() + unit * capacity, row.slot_page.data() + slot,
-                                      row.slot_step.data() + slot, step_shape.cache_slots};
+      const size_t unit = shape.unit_idx(layer, h),
+                   slot = unit * static_cast<size_t>(step_shape.cache_slots);
+      maps[static_cast<size_t>(h)] = {row.page_slot.data() + unit * capacity,
+                                      row.slot_page.data() + slot, row.slot_step.data() + slot,
+                                      step_shape.cache_slots};
     }
-    KVD_RETURN_IF_ERROR(CopyBytes(place, resolve_rows.data() + at * heads, maps.data(), heads * sizeof(ResolveRow)));
+    KVD_RETURN_IF_ERROR(CopyBytes(place, resolve_rows.data() + at * heads, maps.data(),
+                                  heads * sizeof(ResolveRow)));
   }
   const int64_t page_stride = pages->page_capacity();
   const uint64_t* bits = row.selectable.data();
@@ -294,7 +328,8 @@ void DecodeBatch::Impl::Leave(int row) {
   for (Flight& flight : flights) (void)TakeFigures(flight, /*wait=*/true);
   leaving.pages->ring().SetStepEvents(nullptr);
   // The kernels look at a padding row's tables too, and must find nothing there.
-  const auto heads = static_cast<size_t>(num_heads()), n = static_cast<size_t>(row), all = rows.size();
+  const auto heads = static_cast<size_t>(num_heads()), n = static_cast<size_t>(row),
+             all = rows.size();
   for (size_t layer = 0; layer < static_cast<size_t>(shape.num_layers()); ++layer) {
     const size_t at = layer * all + n;
     cudaMemset(resolve_rows.data() + at * heads, 0, heads * sizeof(ResolveRow));
@@ -330,7 +365,8 @@ size_t DecodeBatch::cache_bytes() const {
 
 absl::Status DecodeBatch::BeginStep(cudaStream_t stream) { return impl_->BeginStep(stream); }
 absl::Status DecodeBatch::EndStep(cudaStream_t stream) { return impl_->EndStep(stream); }
-absl::Status DecodeBatch::Run(int layer, const BatchInput& input, const BatchOutput& output, cudaStream_t stream) {
+absl::Status DecodeBatch::Run(int layer, const BatchInput& input, const BatchOutput& output,
+                              cudaStream_t stream) {
   return impl_->Run(layer, input, output, stream);
 }
 

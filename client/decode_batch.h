@@ -5,13 +5,15 @@
 //                captured in one CUDA graph and replayed while sequences grow, pages seal and the page cache churns
 //   host-driven  any path: Run waits for the miss list, fetches it while the hits are attended, and merges exactly
 //
-// Use: KvClient with a GPU (ClientOptions::gpu), Plan with its shape() (allocates everything), Join sequences; then for each token
+// Use: KvClient with a GPU (ClientOptions::gpu), Plan with its shape() (allocates everything), Join sequences; then for
+// each token
 //   BeginStep(stream)                        host: takes over sealed pages, lost daemons, joined and left sequences
 //   Run(0 .. L-1, ..., stream), or launch the graph that was captured from them
 //   EndStep(stream)                          host: counts the token, wakes the sealer
 // Thread safety: compatible: one thread at a time, which also owns the joined sequences. Sequences outlive their stay.
-// The calling thread's current GPU is the client's. Capture with cudaStreamCaptureModeThreadLocal or Relaxed: other threads of the client use the GPU meanwhile. BeginStep
-// and EndStep are not captured; an EndStep follows every BeginStep.
+// The calling thread's current GPU is the client's. Capture with cudaStreamCaptureModeThreadLocal or Relaxed: other
+// threads of the client use the GPU meanwhile. BeginStep and EndStep are not captured; an EndStep follows every BeginStep
+// that succeeded.
 //
 // Shapes (slowest to fastest)  dtype      notes; device memory of the worker's GPU, 16-byte aligned; N = max_sequences
 //   q    [N, query heads, D]   bf16|fp16  post-RoPE; heads are the worker's own; rows of padding are not read

@@ -14,9 +14,11 @@ constexpr char kWhat[] = "decode step";
 
 }  // namespace
 
-absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const BatchOutput& output, cudaStream_t stream) {
+absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const BatchOutput& output,
+                                    cudaStream_t stream) {
   if (layer != next_layer) [[unlikely]] {
-    return absl::InvalidArgumentError(absl::StrCat("layers run in order: expected ", next_layer, ", got ", layer));
+    return absl::InvalidArgumentError(
+        absl::StrCat("layers run in order: expected ", next_layer, ", got ", layer));
   }
   const BeginLayerArgs begin = {.shape = step_shape,
                                 .layer = layer,
@@ -48,7 +50,8 @@ absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const Ba
   if (options.mode == BatchMode::kHostDriven) {
     KVD_RETURN_IF_ERROR(FetchOnHost(layer, input, output, stream));
   } else {
-    KVD_RETURN_IF_ERROR(Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream));
+    KVD_RETURN_IF_ERROR(
+        Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream));
   }
   next_layer = (layer + 1) % shape.num_layers();
   return absl::OkStatus();
@@ -136,8 +139,9 @@ ResolveBatch DecodeBatch::Impl::ResolveOf(int layer) const {
           .num_misses = const_cast<int32_t*>(num_misses.data())};
 }
 
-absl::Status DecodeBatch::Impl::Attend(const BatchInput& input, const UnitRef* list, const int32_t* counts, int max_list,
-                                       float* o, float* lse_out, cudaStream_t stream) {
+absl::Status DecodeBatch::Impl::Attend(const BatchInput& input, const UnitRef* list,
+                                       const int32_t* counts, int max_list, float* o,
+                                       float* lse_out, cudaStream_t stream) {
   const KvGeometry& g = shape.geometry;
   return GpuStatus(LaunchAttend({.num_sequences = options.max_sequences,
                                  .num_kv_heads = num_heads(),
@@ -157,30 +161,34 @@ absl::Status DecodeBatch::Impl::Attend(const BatchInput& input, const UnitRef* l
                    kWhat);
 }
 
-// --- host-driven: the misses travel by the daemons' fetchers while the hits are attended -----------------
+// --- host-driven: the misses travel by the daemons' fetchers while the hits are attended
+// -----------------
 
-absl::Status DecodeBatch::Impl::FetchOnHost(int layer, const BatchInput& input, const BatchOutput& output,
-                                            cudaStream_t stream) {
+absl::Status DecodeBatch::Impl::FetchOnHost(int layer, const BatchInput& input,
+                                            const BatchOutput& output, cudaStream_t stream) {
   KVD_RETURN_IF_ERROR(ListMisses(layer, stream));
-  KVD_RETURN_IF_ERROR(Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream));
+  KVD_RETURN_IF_ERROR(
+      Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream));
   for (Row& row : rows) {
     if (row.pages != nullptr) row.fetch->Start(*row.pages, layer);
   }
   KVD_RETURN_IF_ERROR(SettleMisses(layer, stream));
-  const bool any = std::any_of(host.num_units.data(), host.num_units.data() + list_rows(), [](int32_t n) { return n > 0; });
+  const bool any = std::any_of(host.num_units.data(), host.num_units.data() + list_rows(),
+                               [](int32_t n) { return n > 0; });
   if (!any) return absl::OkStatus();
-  KVD_RETURN_IF_ERROR(Attend(input, host.units.data(), host.num_units.data(), budget, fetched_o.data(),
-                             fetched_lse.data(), stream));
-  KVD_RETURN_IF_ERROR(GpuStatus(LaunchMergeAttention({.num_rows = int64_t{options.max_sequences} * shape.num_q_heads(),
-                                                      .head_dim = shape.geometry.head_dim,
-                                                      .o1 = output.o,
-                                                      .lse1 = output.lse,
-                                                      .o2 = fetched_o.data(),
-                                                      .lse2 = fetched_lse.data(),
-                                                      .o = output.o,
-                                                      .lse = output.lse},
-                                                     stream),
-                                kWhat));
+  KVD_RETURN_IF_ERROR(Attend(input, host.units.data(), host.num_units.data(), budget,
+                             fetched_o.data(), fetched_lse.data(), stream));
+  KVD_RETURN_IF_ERROR(GpuStatus(
+      LaunchMergeAttention({.num_rows = int64_t{options.max_sequences} * shape.num_q_heads(),
+                            .head_dim = shape.geometry.head_dim,
+                            .o1 = output.o,
+                            .lse1 = output.lse,
+                            .o2 = fetched_o.data(),
+                            .lse2 = fetched_lse.data(),
+                            .o = output.o,
+                            .lse = output.lse},
+                           stream),
+      kWhat));
   // The pinned lists are read by that attend; the next layer rewrites them.
   return GpuStatus(cudaStreamSynchronize(stream), kWhat);
 }
@@ -188,7 +196,9 @@ absl::Status DecodeBatch::Impl::FetchOnHost(int layer, const BatchInput& input, 
 // Brings this layer's misses to the host and adds them to their rows' fetches.
 absl::Status DecodeBatch::Impl::ListMisses(int layer, cudaStream_t stream) {
   const auto download = [&](auto& to, const auto& from) {
-    return GpuStatus(cudaMemcpyAsync(to.data(), from.data(), from.num_bytes(), cudaMemcpyDeviceToHost, stream), kWhat);
+    return GpuStatus(
+        cudaMemcpyAsync(to.data(), from.data(), from.num_bytes(), cudaMemcpyDeviceToHost, stream),
+        kWhat);
   };
   KVD_RETURN_IF_ERROR(download(host.num_misses, num_misses));
   KVD_RETURN_IF_ERROR(download(host.miss_idx, miss_idx));
@@ -205,8 +215,11 @@ absl::Status DecodeBatch::Impl::ListMisses(int layer, cudaStream_t stream) {
       for (int m = 0; m < host.num_misses[list]; ++m) {
         const auto i = static_cast<size_t>(host.miss_idx[list * k + static_cast<size_t>(m)]);
         const int slot = host.slots[list * k + i];
-        const size_t at = shape.unit_idx(layer, static_cast<int>(h)) * static_cast<size_t>(step_shape.cache_slots) + static_cast<size_t>(slot);
-        row.fetch->Add(host.selected[list * k + i], static_cast<int32_t>(h), slot, row.cache.data() + at * shape.unit_bytes());
+        const size_t at = shape.unit_idx(layer, static_cast<int>(h)) *
+                              static_cast<size_t>(step_shape.cache_slots) +
+                          static_cast<size_t>(slot);
+        row.fetch->Add(host.selected[list * k + i], static_cast<int32_t>(h), slot,
+                       row.cache.data() + at * shape.unit_bytes());
       }
     }
   }
@@ -231,10 +244,12 @@ absl::Status DecodeBatch::Impl::SettleMisses(int layer, cudaStream_t stream) {
       // Its place in the order of miss_idx: that of the slot, which no other miss of the list has.
       for (int m = 0; m < host.num_misses[list]; ++m) {
         const auto i = static_cast<size_t>(host.miss_idx[list * k + static_cast<size_t>(m)]);
-        if (host.slots[list * k + i] == miss.cache_slot) host.valid[list * k + static_cast<size_t>(m)] = is_valid ? 1 : 0;
+        if (host.slots[list * k + i] == miss.cache_slot)
+          host.valid[list * k + static_cast<size_t>(m)] = is_valid ? 1 : 0;
       }
       if (!is_valid) continue;
-      host.units[list * k + static_cast<size_t>(host.num_units[list]++)] = {miss.destination, shape.geometry.page_tokens};
+      host.units[list * k + static_cast<size_t>(host.num_units[list]++)] = {
+          miss.destination, shape.geometry.page_tokens};
     }
     if (row.totals == nullptr) continue;
     row.totals->misses.Add(counts.misses + static_cast<int64_t>(row.fetch->misses().size()));

@@ -28,7 +28,8 @@ StepRow RowOf(SequencePages& pages) {
 
 }  // namespace
 
-// The device's number of a session with a daemon. Where there are too many, the page's units fail and are reported missing.
+// The device's number of a session with a daemon. Where there are too many, the page's units fail
+// and are reported missing.
 uint32_t DecodeBatch::Impl::ArenaOf(const std::shared_ptr<PageSource>& source) {
   if (source == nullptr) return kMaxArenas;
   auto at = std::find(arenas.begin(), arenas.end(), source);
@@ -47,8 +48,8 @@ PagePlace DecodeBatch::Impl::PlaceOf(SequencePages& pages, int page, int shard_p
   return {slot.generation, slot.slot, ArenaOf(pages.source(pages.daemon_of(page)))};
 }
 
-// A session that has ended is not read any more: its memory is given up once the table without it is on its way (its
-// destructor waits for the GPU).
+// A session that has ended is not read any more: its memory is given up once the table without it
+// is on its way (its destructor waits for the GPU).
 void DecodeBatch::Impl::DropLostArenas() {
   for (std::shared_ptr<PageSource>& source : arenas) {
     if (source == nullptr || !source->lost.load(std::memory_order_acquire)) continue;
@@ -65,13 +66,16 @@ absl::Status DecodeBatch::Impl::ApplyChanges(int n, Flight& flight, cudaStream_t
     const size_t count = std::min<size_t>(changes.size() - first, kMaxUpdates);
     for (size_t i = 0; i < count; ++i) {
       const PageChange& change = changes[first + i];
-      flight.updates[i] = {change.page, (row.pages->is_selectable(change.page) ? PageUpdate::kSelectable : 0u) |
-                                            (change.forget ? PageUpdate::kForget : 0u)};
+      flight.updates[i] = {change.page,
+                           (row.pages->is_selectable(change.page) ? PageUpdate::kSelectable : 0u) |
+                               (change.forget ? PageUpdate::kForget : 0u)};
       for (int s = 0; s < shards; ++s) {
-        flight.update_places[i * static_cast<size_t>(shards) + static_cast<size_t>(s)] = PlaceOf(*row.pages, change.page, s);
+        flight.update_places[i * static_cast<size_t>(shards) + static_cast<size_t>(s)] =
+            PlaceOf(*row.pages, change.page, s);
       }
     }
-    // The row's maps are one (layer, head) after the other: the first one's addresses and the capacity give all.
+    // The row's maps are one (layer, head) after the other: the first one's addresses and the
+    // capacity give all.
     const PageUpdateArgs args = {.num_updates = static_cast<int>(count),
                                  .num_shards = shards,
                                  .updates = flight.updates.data(),
@@ -85,13 +89,15 @@ absl::Status DecodeBatch::Impl::ApplyChanges(int n, Flight& flight, cudaStream_t
                                  .slot_page = row.slot_page.data(),
                                  .slot_step = row.slot_step.data()};
     KVD_RETURN_IF_ERROR(GpuStatus(LaunchPageUpdates(args, stream), kWhat));
-    // The pinned lists are this row's alone until the kernel has read them. A whole daemon's pages: the exception.
+    // The pinned lists are this row's alone until the kernel has read them. A whole daemon's pages:
+    // the exception.
     KVD_RETURN_IF_ERROR(GpuStatus(cudaStreamSynchronize(stream), kWhat));
   }
   return absl::OkStatus();
 }
 
-// Counts a finished step and masks the pages that failed in it. Nothing happens if it is not finished and `wait` is false.
+// Counts a finished step and masks the pages that failed in it. Nothing happens if it is not
+// finished and `wait` is false.
 absl::Status DecodeBatch::Impl::TakeFigures(Flight& flight, bool wait) {
   if (!flight.pending) return absl::OkStatus();
   const cudaError_t state = wait ? cudaEventSynchronize(flight.done) : cudaEventQuery(flight.done);
@@ -110,7 +116,8 @@ absl::Status DecodeBatch::Impl::TakeFigures(Flight& flight, bool wait) {
     report.failed += of_row.failed;
     const auto named = std::min<uint32_t>(of_row.num_failures, StepFigures::kMaxFailures);
     for (uint32_t i = 0; i < named; ++i) {
-      if (row.pages->is_selectable(of_row.failed_pages[i])) row.pages->MarkMissing(of_row.failed_pages[i]);
+      if (row.pages->is_selectable(of_row.failed_pages[i]))
+        row.pages->MarkMissing(of_row.failed_pages[i]);
     }
     if (row.totals == nullptr) continue;
     row.totals->hits.Add(of_row.hits);
@@ -118,14 +125,16 @@ absl::Status DecodeBatch::Impl::TakeFigures(Flight& flight, bool wait) {
     row.totals->misses.Add(of_row.misses);
     row.totals->verified_units.Add(of_row.misses - of_row.failed);
     row.totals->missing_units.Add(of_row.failed);
-    row.totals->bytes_fetched.Add(static_cast<int64_t>(of_row.misses - of_row.failed) * static_cast<int64_t>(shape.unit_bytes()));
+    row.totals->bytes_fetched.Add(static_cast<int64_t>(of_row.misses - of_row.failed) *
+                                  static_cast<int64_t>(shape.unit_bytes()));
   }
   return absl::OkStatus();
 }
 
 absl::Status DecodeBatch::Impl::BeginStep(cudaStream_t stream) {
   if (next_layer != 0) {
-    return absl::FailedPreconditionError(absl::StrCat("BeginStep between steps only: layer ", next_layer, " is next"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("BeginStep between steps only: layer ", next_layer, " is next"));
   }
   Flight& flight = flights[num_steps % kTableCopies];
   KVD_RETURN_IF_ERROR(TakeFigures(flight, /*wait=*/true));
@@ -133,11 +142,13 @@ absl::Status DecodeBatch::Impl::BeginStep(cudaStream_t stream) {
   const absl::Duration now = SteadyClock().Now();
   for (size_t n = 0; n < rows.size(); ++n) {
     if (rows[n].pages == nullptr) continue;
-    if (absl::Status begun = rows[n].pages->BeginStep(now); !begun.ok()) return Annotate(begun, absl::StrCat("row ", n));
+    if (absl::Status begun = rows[n].pages->BeginStep(now); !begun.ok())
+      return Annotate(begun, absl::StrCat("row ", n));
   }
   for (size_t n = 0; n < rows.size(); ++n) {
     const Row& row = rows[n];
-    if (row.pages != nullptr) KVD_RETURN_IF_ERROR(ApplyChanges(static_cast<int>(n), flight, stream));
+    if (row.pages != nullptr)
+      KVD_RETURN_IF_ERROR(ApplyChanges(static_cast<int>(n), flight, stream));
     StepRow& entry = flight.tables.rows[n];
     entry = row.pages != nullptr ? RowOf(*row.pages) : StepRow();
     entry.places = row.places.data();
@@ -150,7 +161,9 @@ absl::Status DecodeBatch::Impl::BeginStep(cudaStream_t stream) {
   };
   KVD_RETURN_IF_ERROR(upload(tables.bytes.data(), flight.tables.bytes.data(), tables.bytes.size()));
   std::vector<std::shared_ptr<PageSource>> dropped;
-  if (std::any_of(arenas.begin(), arenas.end(), [](const auto& source) { return source != nullptr && source->lost.load(std::memory_order_acquire); })) {
+  if (std::any_of(arenas.begin(), arenas.end(), [](const auto& source) {
+        return source != nullptr && source->lost.load(std::memory_order_acquire);
+      })) {
     dropped = arenas;  // kept until the table without them is on its way
     DropLostArenas();
   }
@@ -167,11 +180,14 @@ absl::Status DecodeBatch::Impl::BeginStep(cudaStream_t stream) {
 
 absl::Status DecodeBatch::Impl::EndStep(cudaStream_t stream) {
   if (num_steps == 0 || next_layer != 0) {
-    return absl::FailedPreconditionError(absl::StrCat("EndStep after BeginStep and all layers: layer ", next_layer, " is next"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("EndStep after BeginStep and all layers: layer ", next_layer, " is next"));
   }
   Flight& flight = flights[(num_steps - 1) % kTableCopies];
-  KVD_RETURN_IF_ERROR(GpuStatus(cudaMemcpyAsync(flight.figures.data(), figures.data(), figures.num_bytes(),
-                                                cudaMemcpyDeviceToHost, stream), kWhat));
+  KVD_RETURN_IF_ERROR(
+      GpuStatus(cudaMemcpyAsync(flight.figures.data(), figures.data(), figures.num_bytes(),
+                                cudaMemcpyDeviceToHost, stream),
+                kWhat));
   KVD_RETURN_IF_ERROR(GpuStatus(cudaEventRecord(flight.done, stream), kWhat));
   events->latest.store(flight.done, std::memory_order_release);
   flight.pending = true;
@@ -192,12 +208,14 @@ absl::Status DecodeBatch::Impl::EndStep(cudaStream_t stream) {
 absl::Status DecodeBatch::Impl::Outcome() const {
   for (size_t n = 0; n < rows.size(); ++n) {
     if (rows[n].pages == nullptr || rows[n].pages->num_missing() == 0) continue;
-    const std::string what = absl::StrCat("row ", n, ": ", rows[n].pages->num_missing(), " pages are missing");
+    const std::string what =
+        absl::StrCat("row ", n, ": ", rows[n].pages->num_missing(), " pages are missing");
     if (options.step.loss == LossPolicy::kFail) {
       return absl::AbortedError(absl::StrCat(what, ": o and lse of this step are not to be used"));
     }
-    return absl::UnavailableError(
-        absl::StrCat(what, ": o and lse are valid over the rest; put them again and Repair, or let the row leave"));
+    return absl::UnavailableError(absl::StrCat(
+        what,
+        ": o and lse are valid over the rest; put them again and Repair, or let the row leave"));
   }
   return absl::OkStatus();
 }

@@ -18,8 +18,8 @@ absl::Status EnginePages::Read(std::span<const size_t> pages, int shard_pos, uin
   for (size_t n = 0; n < pages.size(); ++n) {
     for (int layer = 0; layer < slot.num_layers; ++layer) {
       for (int h = 0; h < slot.shard_heads; ++h) {
-        ref::PackUnit(layers_[static_cast<size_t>(layer)], shard_pos * slot.shard_heads + h, token_of(pages[n]),
-                      shape_.geometry.head_dim, shape_.geometry.page_tokens,
+        ref::PackUnit(layers_[static_cast<size_t>(layer)], shard_pos * slot.shard_heads + h,
+                      token_of(pages[n]), shape_.geometry.head_dim, shape_.geometry.page_tokens,
                       slots + n * slot.slot_bytes() + slot.unit_offset(layer, h));
       }
     }
@@ -32,18 +32,22 @@ namespace {
 
 constexpr char kWhat[] = "put from GPU memory";
 
-// Memory for one batch, from the driver's pool: neither taking it nor giving it back waits for the GPU.
+// Memory for one batch, from the driver's pool: neither taking it nor giving it back waits for the
+// GPU.
 template <typename T>
 class BatchArray {
  public:
   absl::Status Make(size_t size) {
-    return GpuStatus(cudaMallocAsync(reinterpret_cast<void**>(&data_), size * sizeof(T), cudaStreamPerThread), kWhat);
+    return GpuStatus(
+        cudaMallocAsync(reinterpret_cast<void**>(&data_), size * sizeof(T), cudaStreamPerThread),
+        kWhat);
   }
   absl::Status MakeFrom(const std::vector<T>& values) {
     const absl::Status made = Make(values.size());
     if (!made.ok()) return made;
-    return GpuStatus(cudaMemcpyAsync(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice,
-                                     cudaStreamPerThread), kWhat);
+    return GpuStatus(cudaMemcpyAsync(data_, values.data(), values.size() * sizeof(T),
+                                     cudaMemcpyHostToDevice, cudaStreamPerThread),
+                     kWhat);
   }
   ~BatchArray() {
     if (data_ != nullptr) cudaFreeAsync(data_, cudaStreamPerThread);
@@ -57,7 +61,8 @@ class BatchArray {
 }  // namespace
 
 // The engine's cache may be in host memory too, as far as the GPU can read that (pinned).
-absl::Status EnginePages::ReadFromGpu(std::span<const size_t> pages, int shard_pos, uint8_t* slots) const {
+absl::Status EnginePages::ReadFromGpu(std::span<const size_t> pages, int shard_pos,
+                                      uint8_t* slots) const {
   const GpuScope scope(shape_.place.gpu);
   KVD_RETURN_IF_ERROR(GpuStatus(scope.error(), kWhat));
   cudaPointerAttributes attributes = {};
@@ -70,7 +75,8 @@ absl::Status EnginePages::ReadFromGpu(std::span<const size_t> pages, int shard_p
   }
   const SlotLayout& slot = shape_.slot;
   const size_t bytes = pages.size() * slot.slot_bytes();
-  const auto heads = static_cast<size_t>(slot.shard_heads), layers = static_cast<size_t>(slot.num_layers);
+  const auto heads = static_cast<size_t>(slot.shard_heads),
+             layers = static_cast<size_t>(slot.num_layers);
   BatchArray<uint8_t> packed;
   KVD_RETURN_IF_ERROR(packed.Make(bytes));
   std::vector<int32_t> unit_heads;
@@ -85,7 +91,8 @@ absl::Status EnginePages::ReadFromGpu(std::span<const size_t> pages, int shard_p
   std::vector<uint8_t*> out;  // [L][pages][heads]
   for (int layer = 0; layer < slot.num_layers; ++layer) {
     for (size_t u = 0; u < units; ++u) {
-      out.push_back(packed.data() + u / heads * slot.slot_bytes() + slot.unit_offset(layer, static_cast<int>(u % heads)));
+      out.push_back(packed.data() + u / heads * slot.slot_bytes() +
+                    slot.unit_offset(layer, static_cast<int>(u % heads)));
     }
   }
   BatchArray<int32_t> d_heads;
@@ -104,7 +111,9 @@ absl::Status EnginePages::ReadFromGpu(std::span<const size_t> pages, int shard_p
                            .out = d_out.data() + layer * units};
     KVD_RETURN_IF_ERROR(GpuStatus(LaunchPackUnits(args, cudaStreamPerThread), kWhat));
   }
-  KVD_RETURN_IF_ERROR(GpuStatus(cudaMemcpyAsync(slots, packed.data(), bytes, cudaMemcpyDeviceToHost, cudaStreamPerThread), kWhat));
+  KVD_RETURN_IF_ERROR(GpuStatus(
+      cudaMemcpyAsync(slots, packed.data(), bytes, cudaMemcpyDeviceToHost, cudaStreamPerThread),
+      kWhat));
   return GpuStatus(cudaStreamSynchronize(cudaStreamPerThread), kWhat);
 }
 #endif

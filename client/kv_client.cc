@@ -36,7 +36,8 @@ std::string SequenceNonce() {
   return nonce;
 }
 
-// Once more if a daemon was lost on the way: its pages may have another holder, and it is not asked again.
+// Once more if a daemon was lost on the way: its pages may have another holder, and it is not asked
+// again.
 template <typename Call>
 auto DespiteLoss(const Call& call) {
   auto result = call();
@@ -63,9 +64,9 @@ absl::StatusOr<std::unique_ptr<KvClient>> KvClient::Make(ClientOptions options) 
   KVD_ASSIGN_OR_RETURN(WorkerShape shape, WorkerShape::Make(options.geometry, options.shards));
   if (options.gpu >= 0) {
     if (options.gpu >= NumGpus()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("gpu: ", options.gpu, " is wanted and ", NumGpus(),
-                       " are visible: is this library built with CUDA, and does the process see the GPU?"));
+      return absl::FailedPreconditionError(absl::StrCat(
+          "gpu: ", options.gpu, " is wanted and ", NumGpus(),
+          " are visible: is this library built with CUDA, and does the process see the GPU?"));
     }
     shape.place = OnGpu(options.gpu);
   }
@@ -73,7 +74,9 @@ absl::StatusOr<std::unique_ptr<KvClient>> KvClient::Make(ClientOptions options) 
   const ClientOptions& o = client->options_;
   if (o.use_ucx) {
     UcxOptions ucx;
-    ucx.devices = o.ucx_devices.empty() && !o.daemons.empty() && AllOnLoopback(o.daemons) ? "lo" : o.ucx_devices;
+    ucx.devices = o.ucx_devices.empty() && !o.daemons.empty() && AllOnLoopback(o.daemons)
+                      ? "lo"
+                      : o.ucx_devices;
     KVD_ASSIGN_OR_RETURN(client->ucx_, UcxWorker::Make(ucx));
   }
   KVD_ASSIGN_OR_RETURN(client->pool_, Pool::Make(&o, &client->shape_, client->ucx_.get()));
@@ -108,17 +111,18 @@ absl::StatusOr<PutReport> KvClient::Put(const PutRequest& request) {
   const std::span<const PlacedPage> pages(all.data() + request.first_page,
                                           static_cast<size_t>(request.num_pages));
   const EnginePages source(shape_, request.layers, request.first_token);
-  return writer_->Write(view, pages, [&](std::span<const size_t> wanted, int shard_pos, uint8_t* slots) {
-    return source.Read(wanted, shard_pos, slots);
-  });
+  return writer_->Write(view, pages,
+                        [&](std::span<const size_t> wanted, int shard_pos, uint8_t* slots) {
+                          return source.Read(wanted, shard_pos, slots);
+                        });
 }
 
 absl::StatusOr<std::unique_ptr<Sequence>> KvClient::OpenSequence(std::span<const PageKey> keys,
                                                                  const SequenceOptions& options) {
-  const SequenceContext context = {pool_.get(), &shape_, writer_.get(), sealer_.get(),
-                                   &metrics_};
+  const SequenceContext context = {pool_.get(), &shape_, writer_.get(), sealer_.get(), &metrics_};
   const PageKey root = RootKey(fingerprint_, options_.salt, SequenceNonce());
-  return DespiteLoss([&] { return Sequence::Open(context, keys, root, options_.fetch_timeout, options); });
+  return DespiteLoss(
+      [&] { return Sequence::Open(context, keys, root, options_.fetch_timeout, options); });
 }
 
 absl::StatusOr<FetchedPages> KvClient::FetchPages(std::span<const PageKey> keys) {
@@ -140,19 +144,23 @@ absl::StatusOr<FetchedPages> KvClient::FetchOnce(std::span<const PageKey> keys) 
   const auto num_pages = static_cast<size_t>(matched.num_pages);
   const size_t step = on_gpu ? std::min(kGpuPages, num_pages) : num_pages;
   PlacedBytes staging;
-  if (on_gpu) { KVD_ASSIGN_OR_RETURN(staging, PlacedBytes::Make(shape_.place, step * page_bytes, "fetched pages")); }
+  if (on_gpu) {
+    KVD_ASSIGN_OR_RETURN(staging,
+                         PlacedBytes::Make(shape_.place, step * page_bytes, "fetched pages"));
+  }
   for (size_t first = 0; first < num_pages; first += step) {
     const size_t count = std::min(step, num_pages - first);
     uint8_t* const host = fetched.units.data() + first * page_bytes;
     KVD_RETURN_IF_ERROR(FetchWhole(view, matched, first, count, on_gpu ? staging.data() : host));
-    if (on_gpu) KVD_RETURN_IF_ERROR(CopyBytes(shape_.place, host, staging.data(), count * page_bytes));
+    if (on_gpu)
+      KVD_RETURN_IF_ERROR(CopyBytes(shape_.place, host, staging.data(), count * page_bytes));
   }
   return fetched;
 }
 
 // Pages [first, first + count) of a match, one after another.
-absl::Status KvClient::FetchWhole(const PoolView& view, const MatchedPages& matched, size_t first, size_t count,
-                                  uint8_t* to) const {
+absl::Status KvClient::FetchWhole(const PoolView& view, const MatchedPages& matched, size_t first,
+                                  size_t count, uint8_t* to) const {
   const auto shards = static_cast<size_t>(shape_.num_shards());
   std::vector<UnitRequest> requests;
   for (size_t p = first; p < first + count; ++p) {

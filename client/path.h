@@ -61,8 +61,8 @@ struct PathOptions {
 
 // Tries peer, then shared, then ucx (`ucx` null: no UCX in this process), each proved by a fetch of the canary slot to
 // where the worker's units go; to a GPU, shared and ucx go through staging memory. A peer path that is slower than
-// kPeerFloor is refused: something else than NVLink or PCIe carries it. Blocking: up to the timeout. Errors: kFailedPrecondition if no allowed path works, with every reason;
-// kDataLoss if a path delivered wrong canary bytes.
+// kPeerFloor is refused: something else than NVLink or PCIe carries it. Blocking: up to the timeout. Errors:
+// kFailedPrecondition if no allowed path works, with every reason; kDataLoss if a path delivered wrong canary bytes.
 absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, const ArenaShape& shape,
                                       UcxWorker* ucx, const PathOptions& options);
 

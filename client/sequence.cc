@@ -63,8 +63,10 @@ absl::StatusOr<std::unique_ptr<Sequence>> Sequence::Open(const SequenceContext& 
   }
   s.next_to_seal_ = s.num_woken_ = s.num_open_pages_;
   context.sealer->Add(sequence.get());
-  const FetchTotals* fetched = s.step_ != nullptr ? &s.step_->fetch_totals() : s.batch_fetch_totals_.get();
-  context.metrics->Add({&s.totals(), fetched, options.step.loss, s.mirror_bytes(), s.cache_bytes()});
+  const FetchTotals* fetched =
+      s.step_ != nullptr ? &s.step_->fetch_totals() : s.batch_fetch_totals_.get();
+  context.metrics->Add(
+      {&s.totals(), fetched, options.step.loss, s.mirror_bytes(), s.cache_bytes()});
   return sequence;
 }
 
@@ -115,7 +117,8 @@ absl::Status Sequence::FindAlternates(const PoolView& view, std::span<const Plac
       break;
     }
   }
-  KVD_ASSIGN_OR_RETURN(MatchedPages matched, context_.pool->Match(view, second, MatchMode::kAtDaemon));
+  KVD_ASSIGN_OR_RETURN(MatchedPages matched,
+                       context_.pool->Match(view, second, MatchMode::kAtDaemon));
   const auto shards = static_cast<size_t>(context_.shape->num_shards());
   for (size_t i = 0; i < second.size(); ++i) {
     if (matched.found[i] == 0) continue;
@@ -168,7 +171,8 @@ absl::Status Sequence::CheckBetweenSteps(absl::string_view what) const {
 
 absl::Status Sequence::Run(int layer, const StepInput& input, const StepOutput& output) {
   if (step_ == nullptr) {
-    return absl::FailedPreconditionError("the client has a GPU: this sequence's steps are run by a DecodeBatch it joins");
+    return absl::FailedPreconditionError(
+        "the client has a GPU: this sequence's steps are run by a DecodeBatch it joins");
   }
   const absl::Status status = step_->Run(layer, input, output);
   if (step_->next_layer() == 0) WakeSealer();
@@ -206,7 +210,8 @@ absl::StatusOr<RepairReport> Sequence::Repair(std::span<const int> pages) {
   std::vector<RecordRequest> requests;
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (matched.found[i] == 0) continue;
-    requests.push_back({wanted[i], matched.daemons[i], {matched.slots.data() + i * shards, shards}});
+    requests.push_back(
+        {wanted[i], matched.daemons[i], {matched.slots.data() + i * shards, shards}});
   }
   const std::vector<uint8_t> mirrored =
       FetchRecords(view, requests, fetch_timeout_, pages_->mirror(), *context_.shape);
@@ -254,18 +259,23 @@ bool Sequence::SealBatch(int first, int count) {
   std::vector<uint8_t> copies;  // of the pages, where the ring is on a GPU
   if (shape.place.on_gpu()) copies.resize(static_cast<size_t>(count) * shape.page_bytes());
   for (int p = 0; !copies.empty() && p < count; ++p) {
-    const absl::Status read = pages_->ring().ReadPage(first + p, copies.data() + static_cast<size_t>(p) * shape.page_bytes());
+    const absl::Status read = pages_->ring().ReadPage(
+        first + p, copies.data() + static_cast<size_t>(p) * shape.page_bytes());
     if (read.ok()) continue;
     pages_->SetSealProblem(read.code());
     return false;
   }
   const auto read = [&](std::span<const size_t> wanted, int shard_pos, uint8_t* slots) {
     for (const size_t i : wanted) {
-      const uint8_t* page = copies.empty() ? pages_->ring().page(first + static_cast<int>(i)) : copies.data() + i * shape.page_bytes();
+      const uint8_t* page = copies.empty() ? pages_->ring().page(first + static_cast<int>(i))
+                                           : copies.data() + i * shape.page_bytes();
       for (int layer = 0; layer < shape.num_layers(); ++layer) {
         // The shard's heads of a layer stand together in both.
         const size_t bytes = static_cast<size_t>(shape.slot.shard_heads) * shape.unit_bytes();
-        std::memcpy(slots, page + shape.unit_idx(layer, shard_pos * shape.slot.shard_heads) * shape.unit_bytes(), bytes);
+        std::memcpy(
+            slots,
+            page + shape.unit_idx(layer, shard_pos * shape.slot.shard_heads) * shape.unit_bytes(),
+            bytes);
         slots += bytes;
       }
     }

@@ -2,8 +2,9 @@
 // step planned.
 //
 // Use: KvClient::OpenSequence, AppendTail for the prompt's rest, then Run for each layer of each
-// token; a sequence of a client with a GPU joins a DecodeBatch instead, which runs its steps. A completed tail page is sealed to the pool by the client's sealer, under a key of its
-// own: pages made by sparse decoding carry a random nonce, so no other sequence can match them.
+// token; a sequence of a client with a GPU joins a DecodeBatch instead, which runs its steps. A
+// completed tail page is sealed to the pool by the client's sealer, under a key of its own: pages
+// made by sparse decoding carry a random nonce, so no other sequence can match them.
 // Thread safety: compatible: one thread at a time (the sealer beside it is ours). The client must
 // outlive it. Hot path: Run; see decode_step.h. Nothing else here belongs into a step.
 

@@ -38,29 +38,35 @@ absl::StatusOr<bool> IsPlainHostMemory(const uint8_t* base) {
 }
 
 // Rows of one head from memory that kernels cannot read.
-absl::Status CopyRowsUp(const WorkerShape& shape, const EngineKv& kv, int head, int64_t kv_token, int count, uint8_t* to) {
+absl::Status CopyRowsUp(const WorkerShape& shape, const EngineKv& kv, int head, int64_t kv_token,
+                        int count, uint8_t* to) {
   const size_t row_bytes = static_cast<size_t>(shape.geometry.head_dim) * 2;
   const int64_t from = head * kv.head_stride + kv_token * kv.token_stride;
-  for (const auto& [source, place] : {std::pair(kv.k, to), std::pair(kv.v, to + shape.unit_bytes() / 2)}) {
+  for (const auto& [source, place] :
+       {std::pair(kv.k, to), std::pair(kv.v, to + shape.unit_bytes() / 2)}) {
     KVD_RETURN_IF_ERROR(GpuStatus(
-        cudaMemcpy2DAsync(place, row_bytes, source + from, static_cast<size_t>(kv.token_stride), row_bytes,
-                          static_cast<size_t>(count), cudaMemcpyHostToDevice, cudaStreamPerThread), kWhat));
+        cudaMemcpy2DAsync(place, row_bytes, source + from, static_cast<size_t>(kv.token_stride),
+                          row_bytes, static_cast<size_t>(count), cudaMemcpyHostToDevice,
+                          cudaStreamPerThread),
+        kWhat));
   }
   return absl::OkStatus();
 }
 
-absl::Status AppendOnGpu(const WorkerShape& shape, std::span<const EngineKv> layers, int64_t kv_token, int64_t token,
-                         int count, TailRing& ring) {
+absl::Status AppendOnGpu(const WorkerShape& shape, std::span<const EngineKv> layers,
+                         int64_t kv_token, int64_t token, int count, TailRing& ring) {
   const GpuScope scope(shape.place.gpu);
   KVD_RETURN_IF_ERROR(GpuStatus(scope.error(), kWhat));
   KVD_ASSIGN_OR_RETURN(const bool is_host, IsPlainHostMemory(layers[0].k));
   const int page_tokens = shape.geometry.page_tokens;
   const auto page_idx = static_cast<int>(token / page_tokens);
-  const size_t row = static_cast<size_t>(token % page_tokens) * static_cast<size_t>(shape.geometry.head_dim) * 2;
+  const size_t row =
+      static_cast<size_t>(token % page_tokens) * static_cast<size_t>(shape.geometry.head_dim) * 2;
   for (int layer = 0; layer < shape.num_layers(); ++layer) {
     const EngineKv& kv = layers[static_cast<size_t>(layer)];
     for (int head = 0; is_host && head < shape.num_heads(); ++head) {
-      KVD_RETURN_IF_ERROR(CopyRowsUp(shape, kv, head, kv_token, count, ring.unit(page_idx, layer, head) + row));
+      KVD_RETURN_IF_ERROR(
+          CopyRowsUp(shape, kv, head, kv_token, count, ring.unit(page_idx, layer, head) + row));
     }
     if (is_host) continue;
     const AppendTokensArgs args = {.kv = kv,
@@ -82,7 +88,8 @@ absl::Status AppendOnGpu(const WorkerShape& shape, std::span<const EngineKv> lay
 }  // namespace
 #endif
 
-absl::Status TailRing::AppendRows(std::span<const EngineKv> layers, int64_t kv_token, int64_t token, int count) {
+absl::Status TailRing::AppendRows(std::span<const EngineKv> layers, int64_t kv_token, int64_t token,
+                                  int count) {
 #if KVD_CUDA
   if (shape_.place.on_gpu()) {
     return AppendOnGpu(shape_, layers, kv_token, token, count, *this);
@@ -94,7 +101,8 @@ absl::Status TailRing::AppendRows(std::span<const EngineKv> layers, int64_t kv_t
   for (int layer = 0; layer < shape_.num_layers(); ++layer) {
     const EngineKv& kv = layers[static_cast<size_t>(layer)];
     for (int head = 0; head < shape_.num_heads(); ++head) {
-      uint8_t* to = unit(page_idx, layer, head) + static_cast<size_t>(token % page_tokens) * row_bytes;
+      uint8_t* to =
+          unit(page_idx, layer, head) + static_cast<size_t>(token % page_tokens) * row_bytes;
       for (int i = 0; i < count; ++i, to += row_bytes) {
         const int64_t from = head * kv.head_stride + (kv_token + i) * kv.token_stride;
         std::memcpy(to, kv.k + from, row_bytes);
@@ -124,7 +132,8 @@ absl::Status TailRing::AwaitSteps() {
   if (latest == nullptr) return absl::OkStatus();
   const GpuScope scope(shape_.place.gpu);
   KVD_RETURN_IF_ERROR(GpuStatus(scope.error(), kWhat));
-  return GpuStatus(cudaStreamWaitEvent(cudaStreamPerThread, static_cast<cudaEvent_t>(latest), 0), kWhat);
+  return GpuStatus(cudaStreamWaitEvent(cudaStreamPerThread, static_cast<cudaEvent_t>(latest), 0),
+                   kWhat);
 }
 #endif
 

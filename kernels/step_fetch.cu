@@ -1,4 +1,5 @@
-// LaunchFetchPages: the first CTAs list their row's units, then all of them share the misses of all rows.
+// LaunchFetchPages: the first CTAs list their row's units, then all of them share the misses of all
+// rows.
 #include <algorithm>
 
 #include "kernels/guard.cuh"
@@ -11,7 +12,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr int kMaxListed = 4096;  // pages of one row's list
-constexpr int kMaxRows = 2048;   // (sequence, KV head) pairs
+constexpr int kMaxRows = 2048;    // (sequence, KV head) pairs
 constexpr int kFetchCtas = 132 * 4;
 
 struct Shared {
@@ -27,9 +28,11 @@ __device__ __forceinline__ size_t UnitBytes(const StepShape& shape) {
 // Position of a row's first selected page in its list of units.
 __device__ __forceinline__ int FirstSelected(const StepRow& row) { return row.num_sinks; }
 
-__device__ __forceinline__ uint8_t* CacheUnit(const FetchArgs& args, const StepRow& row, int head, int slot) {
+__device__ __forceinline__ uint8_t* CacheUnit(const FetchArgs& args, const StepRow& row, int head,
+                                              int slot) {
   const StepShape& shape = args.shape;
-  const int64_t place = (int64_t{args.layer} * shape.num_kv_heads + head) * shape.cache_slots + slot;
+  const int64_t place =
+      (int64_t{args.layer} * shape.num_kv_heads + head) * shape.cache_slots + slot;
   return row.cache + static_cast<size_t>(place) * UnitBytes(shape);
 }
 
@@ -46,7 +49,8 @@ __device__ void ListRow(const FetchArgs& args, int r, Shared* shared) {
   }
   const int num_pages = resolve.num_pages[r], num_misses = resolve.num_misses[r];
   const int64_t at = int64_t{r} * resolve.max_pages;
-  for (int w = static_cast<int>(threadIdx.x); w < (num_pages + 31) / 32; w += kThreads) shared->is_miss[w] = 0;
+  for (int w = static_cast<int>(threadIdx.x); w < (num_pages + 31) / 32; w += kThreads)
+    shared->is_miss[w] = 0;
   __syncthreads();
   for (int m = static_cast<int>(threadIdx.x); m < num_misses; m += kThreads) {
     const int i = resolve.miss_idx[at + m];
@@ -60,7 +64,10 @@ __device__ void ListRow(const FetchArgs& args, int r, Shared* shared) {
   for (int i = static_cast<int>(threadIdx.x); i < first_ring + ring_pages; i += kThreads) {
     UnitRef unit = {nullptr, shape.page_tokens};
     if (i < row.num_sinks) {
-      unit.unit = row.sinks + bytes * static_cast<size_t>((int64_t{i} * shape.num_layers + args.layer) * shape.num_kv_heads + head);
+      unit.unit =
+          row.sinks +
+          bytes * static_cast<size_t>(
+                      (int64_t{i} * shape.num_layers + args.layer) * shape.num_kv_heads + head);
     } else if (i < first_ring) {
       const int page = i - row.num_sinks;
       const bool is_miss = (shared->is_miss[page / 32] >> (page % 32) & 1) != 0;
@@ -70,8 +77,12 @@ __device__ void ListRow(const FetchArgs& args, int r, Shared* shared) {
       if (slot < 0 || is_miss) unit.num_tokens = 0;
     } else {
       const int64_t page = row.first_ring_page + i - first_ring;
-      unit.unit = row.ring + bytes * static_cast<size_t>(((page % row.ring_pages) * shape.num_layers + args.layer) * shape.num_kv_heads + head);
-      if (page == tail_page) unit.num_tokens = static_cast<int>(row.num_tokens % shape.page_tokens) + 1;
+      unit.unit = row.ring + bytes * static_cast<size_t>(
+                                         ((page % row.ring_pages) * shape.num_layers + args.layer) *
+                                             shape.num_kv_heads +
+                                         head);
+      if (page == tail_page)
+        unit.num_tokens = static_cast<int>(row.num_tokens % shape.page_tokens) + 1;
     }
     units[i] = unit;
   }
@@ -118,7 +129,7 @@ struct Miss {
   int position;  // in its list of pages
   int page;
   int slot;
-  const uint8_t* source;     // null: nowhere
+  const uint8_t* source;  // null: nowhere
   const PageHeader* header;
   uint64_t generation;
 };
@@ -132,14 +143,19 @@ __device__ Miss FindMiss(const FetchArgs& args, const StepRow& sequence, int row
   miss.page = args.resolve.pages[at + miss.position];
   miss.slot = args.resolve.slots[at + miss.position];
   const int head = row % shape.num_kv_heads, num_shards = shape.num_kv_heads / shape.shard_heads;
-  const PagePlace place = sequence.places[int64_t{miss.page} * num_shards + head / shape.shard_heads];
-  if (place.daemon >= static_cast<uint32_t>(shape.num_arenas) || args.arena_lost[place.daemon] != 0) return miss;
+  const PagePlace place =
+      sequence.places[int64_t{miss.page} * num_shards + head / shape.shard_heads];
+  if (place.daemon >= static_cast<uint32_t>(shape.num_arenas) || args.arena_lost[place.daemon] != 0)
+    return miss;
   const PeerArena& arena = args.arenas[place.daemon];
   if (arena.headers == nullptr || place.slot >= arena.num_slots) return miss;
   const size_t bytes = UnitBytes(shape);
-  const size_t unit = static_cast<size_t>(args.layer * shape.shard_heads + head % shape.shard_heads);
-  const size_t slot_bytes = static_cast<size_t>(shape.num_layers) * static_cast<size_t>(shape.shard_heads) * bytes;
-  miss.source = arena.slabs[place.slot / arena.slots_per_slab] + (place.slot % arena.slots_per_slab) * slot_bytes + unit * bytes;
+  const size_t unit =
+      static_cast<size_t>(args.layer * shape.shard_heads + head % shape.shard_heads);
+  const size_t slot_bytes =
+      static_cast<size_t>(shape.num_layers) * static_cast<size_t>(shape.shard_heads) * bytes;
+  miss.source = arena.slabs[place.slot / arena.slots_per_slab] +
+                (place.slot % arena.slots_per_slab) * slot_bytes + unit * bytes;
   miss.header = arena.headers + place.slot;
   miss.generation = place.generation;
   return miss;
@@ -152,7 +168,8 @@ __device__ void Fail(const FetchArgs& args, const StepRow& sequence, const Miss&
   cache.slot_page[miss.slot] = -1;
   cache.slot_step[miss.slot] = 0;
   args.resolve.slots[int64_t{miss.row} * args.resolve.max_pages + miss.position] = -1;
-  atomicAnd(reinterpret_cast<unsigned long long*>(sequence.selectable) + miss.page / 64, ~(1ull << (miss.page % 64)));
+  atomicAnd(reinterpret_cast<unsigned long long*>(sequence.selectable) + miss.page / 64,
+            ~(1ull << (miss.page % 64)));
   StepFigures* figures = args.figures + miss.row / args.shape.num_kv_heads;
   atomicAdd(&figures->failed, 1u);
   const uint32_t at = atomicAdd(&figures->num_failures, 1u);
@@ -179,7 +196,8 @@ __device__ void Fetch(const FetchArgs& args, int row, int m) {
     }
     sealed = guard::StillSealed(miss.header, miss.generation);
   }
-  // Every thread looks after its own loads; the unit is valid if all of them saw the expected generation.
+  // Every thread looks after its own loads; the unit is valid if all of them saw the expected
+  // generation.
   sealed = __syncthreads_and(sealed) != 0;
   if (sealed) {
 #pragma unroll
@@ -195,7 +213,8 @@ __device__ void Fetch(const FetchArgs& args, int row, int m) {
 }
 
 template <int kLoads>
-__global__ void __launch_bounds__(kThreads) FetchPagesKernel(const __grid_constant__ FetchArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    FetchPagesKernel(const __grid_constant__ FetchArgs args) {
   __shared__ Shared shared;
   WaitForPredecessor();
   const int num_rows = args.resolve.num_rows;
@@ -212,8 +231,10 @@ __global__ void __launch_bounds__(kThreads) FetchPagesKernel(const __grid_consta
     int low = row, high = num_rows;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (shared.first_miss[middle] <= i) low = middle;
-      else high = middle;
+      if (shared.first_miss[middle] <= i)
+        low = middle;
+      else
+        high = middle;
     }
     row = low;
     Fetch<kLoads>(args, row, i - shared.first_miss[row]);
@@ -225,14 +246,18 @@ __global__ void __launch_bounds__(kThreads) FetchPagesKernel(const __grid_consta
 cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream) {
   const StepShape& shape = args.shape;
   const ResolveBatch& resolve = args.resolve;
-  const size_t unit_bytes = static_cast<size_t>(shape.head_dim) * static_cast<size_t>(shape.page_tokens) * 4;
-  if (shape.num_rows < 0 || shape.num_kv_heads < 1 || resolve.num_rows != shape.num_rows * shape.num_kv_heads ||
-      resolve.num_rows > kMaxRows || resolve.max_pages < 0 || resolve.max_pages > kMaxListed ||
-      args.max_units < resolve.max_pages || unit_bytes == 0 || unit_bytes % 2048 != 0 || unit_bytes > 32 * 1024)
+  const size_t unit_bytes =
+      static_cast<size_t>(shape.head_dim) * static_cast<size_t>(shape.page_tokens) * 4;
+  if (shape.num_rows < 0 || shape.num_kv_heads < 1 ||
+      resolve.num_rows != shape.num_rows * shape.num_kv_heads || resolve.num_rows > kMaxRows ||
+      resolve.max_pages < 0 || resolve.max_pages > kMaxListed ||
+      args.max_units < resolve.max_pages || unit_bytes == 0 || unit_bytes % 2048 != 0 ||
+      unit_bytes > 32 * 1024)
     return cudaErrorInvalidValue;
   if (resolve.num_rows == 0) return cudaSuccess;
   const int64_t most = int64_t{resolve.num_rows} * std::max(resolve.max_pages, 1);
-  const auto grid = static_cast<unsigned>(std::clamp<int64_t>(most, resolve.num_rows, std::max(kFetchCtas, resolve.num_rows)));
+  const auto grid = static_cast<unsigned>(
+      std::clamp<int64_t>(most, resolve.num_rows, std::max(kFetchCtas, resolve.num_rows)));
   if (unit_bytes <= 4 * 1024) {
     return LaunchOverlapped(FetchPagesKernel<2>, grid, kThreads, 0, 0, stream, args);
   }

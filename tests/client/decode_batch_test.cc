@@ -1,6 +1,7 @@
-// Goal: the step on a GPU gives what the step on the host gives, layer by layer, for batches whose sequences join, leave,
-// grow and lose pages; captured in a graph and host-driven. Method: the same data, options and queries through both; the
-// host's step is itself tested against dense attention in double precision (decode_step_test.cc).
+// Goal: the step on a GPU gives what the step on the host gives, layer by layer, for batches whose
+// sequences join, leave, grow and lose pages; captured in a graph and host-driven. Method: the same
+// data, options and queries through both; the host's step is itself tested against dense attention
+// in double precision (decode_step_test.cc).
 
 #include "client/decode_batch.h"
 
@@ -44,10 +45,12 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
     shape.place = OnGpu(0);
     options_ = options;
     options_.scan = options.scan == ScanMode::kAuto ? ScanMode::kFull : options.scan;
-    batch_ = OrDie(DecodeBatch::Plan(shape, {.max_sequences = max_sequences,
-                                             .max_tokens = int64_t{max_pages + FakeSequence::kSpareCapacity} * geometry_.page_tokens,
-                                             .mode = GetParam(),
-                                             .step = options_}));
+    batch_ = OrDie(DecodeBatch::Plan(
+        shape,
+        {.max_sequences = max_sequences,
+         .max_tokens = int64_t{max_pages + FakeSequence::kSpareCapacity} * geometry_.page_tokens,
+         .mode = GetParam(),
+         .step = options_}));
     arena_ = std::make_unique<GpuArena>(geometry_, 600);
     source_ = arena_->Attach();
     const auto n = static_cast<size_t>(max_sequences);
@@ -59,20 +62,24 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
       v_.emplace_back(kv_values);
       o_.emplace_back(q_values);
       lse_.emplace_back(n * static_cast<size_t>(geometry_.num_q_heads));
-      for (auto* array : {&q_.back(), &k_.back(), &v_.back()}) array->Poison(0xFF);  // padding may hold NaN
+      for (auto* array : {&q_.back(), &k_.back(), &v_.back()})
+        array->Poison(0xFF);  // padding may hold NaN
       o_.back().Poison();
     }
   }
 
   Pair& Open(int num_pages, uint64_t seed) {
-    const int64_t tokens = int64_t{num_pages + FakeSequence::kSpareCapacity} * geometry_.page_tokens;
+    const int64_t tokens =
+        int64_t{num_pages + FakeSequence::kSpareCapacity} * geometry_.page_tokens;
     auto pair = std::make_unique<Pair>();
-    pair->host = std::make_unique<FakeSequence>(SequenceData::Random(geometry_, tokens, seed), num_pages, options_, 1);
+    pair->host = std::make_unique<FakeSequence>(SequenceData::Random(geometry_, tokens, seed),
+                                                num_pages, options_, 1);
     StepOptions host_options = options_;
     host_options.loss = LossPolicy::kGoOn;
     pair->step = OrDie(DecodeStep::Plan(pair->host->pages.get(), host_options, &kNoModel));
     pair->first_slot = next_slot_;
-    pair->gpu = std::make_unique<GpuSequence>(pair->host->data, num_pages, options_, arena_.get(), next_slot_, source_);
+    pair->gpu = std::make_unique<GpuSequence>(pair->host->data, num_pages, options_, arena_.get(),
+                                              next_slot_, source_);
     next_slot_ += static_cast<uint32_t>(num_pages);
     pair->row = OrDie(batch_->Join(pair->gpu->pages.get(), nullptr));
     pairs_.push_back(std::move(pair));
@@ -85,13 +92,14 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
     for (auto& pair : pairs_) {
       const SequenceData& data = pair->host->data;
       const int64_t token = pair->host->pages->num_tokens();
-      pair->q = RandomKv(int64_t{geometry_.num_q_heads} * geometry_.head_dim, geometry_.dtype, 2.0f,
-                         static_cast<uint64_t>(1000 + token * 10 + layer) + 7777 * pair->first_slot);
+      pair->q =
+          RandomKv(int64_t{geometry_.num_q_heads} * geometry_.head_dim, geometry_.dtype, 2.0f,
+                   static_cast<uint64_t>(1000 + token * 10 + layer) + 7777 * pair->first_slot);
       pair->k = data.Rows(data.keys, layer, token);
       pair->v = data.Rows(data.values, layer, token);
       const auto upload = [&](DeviceArray<uint16_t>& to, const std::vector<uint16_t>& from) {
-        KVD_CUDA_OK(cudaMemcpy(to.data() + static_cast<size_t>(pair->row) * from.size(), from.data(), from.size() * 2,
-                               cudaMemcpyHostToDevice));
+        KVD_CUDA_OK(cudaMemcpy(to.data() + static_cast<size_t>(pair->row) * from.size(),
+                               from.data(), from.size() * 2, cudaMemcpyHostToDevice));
       };
       upload(q_[l], pair->q);
       upload(k_[l], pair->k);
@@ -101,8 +109,9 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
 
   absl::Status RunLayers(cudaStream_t stream) {
     for (size_t l = 0; l < q_.size(); ++l) {
-      const absl::Status run = batch_->Run(static_cast<int>(l), {q_[l].data(), k_[l].data(), v_[l].data()},
-                                           {o_[l].data(), lse_[l].data()}, stream);
+      const absl::Status run =
+          batch_->Run(static_cast<int>(l), {q_[l].data(), k_[l].data(), v_[l].data()},
+                      {o_[l].data(), lse_[l].data()}, stream);
       if (!run.ok()) return run;
     }
     return absl::OkStatus();
@@ -120,7 +129,8 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
       for (auto& pair : pairs_) {
         pair->o.resize(pair->q.size());
         pair->lse.resize(static_cast<size_t>(geometry_.num_q_heads));
-        CheckOk(pair->step->Run(layer, {pair->q.data(), pair->k.data(), pair->v.data()}, {pair->o.data(), pair->lse.data()}));
+        CheckOk(pair->step->Run(layer, {pair->q.data(), pair->k.data(), pair->v.data()},
+                                {pair->o.data(), pair->lse.data()}));
         want_o.back().push_back(pair->o);
         want_lse.back().push_back(pair->lse);
       }
@@ -132,7 +142,8 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
       CheckOk(RunLayers(stream_.get()));
     }
     const absl::Status ended = batch_->EndStep(stream_.get());
-    for (int layer = 0; layer < layers; ++layer) Compare(layer, want_o[static_cast<size_t>(layer)], want_lse[static_cast<size_t>(layer)]);
+    for (int layer = 0; layer < layers; ++layer)
+      Compare(layer, want_o[static_cast<size_t>(layer)], want_lse[static_cast<size_t>(layer)]);
     return ended;
   }
 
@@ -144,23 +155,30 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
     KVD_CUDA_OK(cudaStreamEndCapture(stream_.get(), &graph));
     KVD_CUDA_OK(cudaGraphInstantiate(&executable, graph, 0));
     KVD_CUDA_OK(cudaGraphDestroy(graph));
-    graph_ = std::shared_ptr<CUgraphExec_st>(executable, [](cudaGraphExec_t e) { cudaGraphExecDestroy(e); });
+    graph_ = std::shared_ptr<CUgraphExec_st>(executable,
+                                             [](cudaGraphExec_t e) { cudaGraphExecDestroy(e); });
   }
 
-  void Compare(int layer, const std::vector<std::vector<float>>& want_o, const std::vector<std::vector<float>>& want_lse) {
+  void Compare(int layer, const std::vector<std::vector<float>>& want_o,
+               const std::vector<std::vector<float>>& want_lse) {
     const auto l = static_cast<size_t>(layer);
     const std::vector<float> o = o_[l].Download(), lse = lse_[l].Download();
     for (size_t p = 0; p < pairs_.size(); ++p) {
-      const size_t q_heads = want_lse[p].size(), values = want_o[p].size(), row = static_cast<size_t>(pairs_[p]->row);
+      const size_t q_heads = want_lse[p].size(), values = want_o[p].size(),
+                   row = static_cast<size_t>(pairs_[p]->row);
       double worst = 0;
-      for (size_t i = 0; i < values; ++i) worst = std::max(worst, double{std::abs(o[row * values + i] - want_o[p][i])});
-      for (size_t i = 0; i < q_heads; ++i) worst = std::max(worst, double{std::abs(lse[row * q_heads + i] - want_lse[p][i])});
+      for (size_t i = 0; i < values; ++i)
+        worst = std::max(worst, double{std::abs(o[row * values + i] - want_o[p][i])});
+      for (size_t i = 0; i < q_heads; ++i)
+        worst = std::max(worst, double{std::abs(lse[row * q_heads + i] - want_lse[p][i])});
       EXPECT_FALSE(std::isnan(o[row * values]));
-      EXPECT_LT(worst, kTolerance) << "layer " << layer << " sequence " << p << " token " << pairs_[p]->host->pages->num_tokens();
+      EXPECT_LT(worst, kTolerance) << "layer " << layer << " sequence " << p << " token "
+                                   << pairs_[p]->host->pages->num_tokens();
       // The comparison can fail: another sequence's answer is far away.
       if (p > 0) {
         double other = 0;
-        for (size_t i = 0; i < values; ++i) other = std::max(other, double{std::abs(o[row * values + i] - want_o[p - 1][i])});
+        for (size_t i = 0; i < values; ++i)
+          other = std::max(other, double{std::abs(o[row * values + i] - want_o[p - 1][i])});
         EXPECT_GT(other, 10 * kTolerance);
       }
     }
@@ -180,8 +198,11 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
   std::shared_ptr<CUgraphExec_st> graph_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Modes, DecodeBatchTest, ::testing::Values(BatchMode::kCaptured, BatchMode::kHostDriven),
-                         [](const auto& mode) { return mode.param == BatchMode::kCaptured ? "Captured" : "HostDriven"; });
+INSTANTIATE_TEST_SUITE_P(Modes, DecodeBatchTest,
+                         ::testing::Values(BatchMode::kCaptured, BatchMode::kHostDriven),
+                         [](const auto& mode) {
+                           return mode.param == BatchMode::kCaptured ? "Captured" : "HostDriven";
+                         });
 
 TEST_P(DecodeBatchTest, ABatchOfDifferentLengthsEqualsTheHostsSteps) {
   Plan({.budget = 9, .cache_ratio = 1.5}, 4, 80);
@@ -193,7 +214,8 @@ TEST_P(DecodeBatchTest, ABatchOfDifferentLengthsEqualsTheHostsSteps) {
   ASSERT_TRUE(batch_->BeginStep(stream_.get()).ok());
   EXPECT_GT(batch_->report().hits, 0u);
   EXPECT_EQ(batch_->report().failed, 0u);
-  EXPECT_EQ(batch_->report().hits + batch_->report().misses, 3u * 2 * (9 + 9 + 5));  // 7 pages: 5 are not kept anyway
+  EXPECT_EQ(batch_->report().hits + batch_->report().misses,
+            3u * 2 * (9 + 9 + 5));  // 7 pages: 5 are not kept anyway
 }
 
 TEST_P(DecodeBatchTest, SequencesJoinAndLeaveBetweenReplays) {
@@ -203,7 +225,8 @@ TEST_P(DecodeBatchTest, SequencesJoinAndLeaveBetweenReplays) {
   Open(20, 2);
   Open(25, 3);
   for (int t = 0; t < 3; ++t) ASSERT_TRUE(Step().ok());
-  EXPECT_EQ(batch_->Join(pairs_[0]->gpu->pages.get(), nullptr).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(batch_->Join(pairs_[0]->gpu->pages.get(), nullptr).status().code(),
+            absl::StatusCode::kResourceExhausted);
   batch_->Leave(pairs_[1]->row);
   pairs_.erase(pairs_.begin() + 1);
   for (int t = 0; t < 3; ++t) ASSERT_TRUE(Step().ok());
@@ -225,12 +248,14 @@ TEST_P(DecodeBatchTest, PagesThatAreGoneAreLeftOutAndMasked) {
   Pair& lost = Open(30, 1);
   Open(30, 2);
   for (const int page : {5, 17}) {
-    arena_->SetHeader(lost.first_slot + static_cast<uint32_t>(page), 3 + 2 * uint64_t{lost.first_slot + static_cast<uint32_t>(page)});
+    arena_->SetHeader(lost.first_slot + static_cast<uint32_t>(page),
+                      3 + 2 * uint64_t{lost.first_slot + static_cast<uint32_t>(page)});
     lost.host->fetchers[0]->missing_slots.insert(static_cast<uint32_t>(page));
   }
   (void)Step();
   KVD_CUDA_OK(cudaDeviceSynchronize());
-  EXPECT_EQ(Step().code(), absl::StatusCode::kUnavailable);  // the figures of the first one have arrived
+  EXPECT_EQ(Step().code(),
+            absl::StatusCode::kUnavailable);  // the figures of the first one have arrived
   EXPECT_FALSE(lost.gpu->pages->is_selectable(5));
   EXPECT_FALSE(lost.gpu->pages->is_selectable(17));
   EXPECT_EQ(lost.gpu->pages->num_missing(), 2);
@@ -250,11 +275,14 @@ TEST_P(DecodeBatchTest, APagePutAgainWithOtherBytesIsNotServedFromTheCache) {
   Plan({.budget = 30, .cache_ratio = 1}, 1, 30);
   Pair& pair = Open(30, 1);
   for (int t = 0; t < 2; ++t) ASSERT_TRUE(Step().ok());
-  // Page 9 becomes a copy of page 12's units, with page 9's records: attention must follow the units.
+  // Page 9 becomes a copy of page 12's units, with page 9's records: attention must follow the
+  // units.
   SequenceData& data = pair.host->data;
   const auto values = static_cast<size_t>(geometry_.page_tokens * geometry_.head_dim);
   for (auto* side : {&data.keys, &data.values}) {
-    for (auto& rows : *side) std::copy_n(rows.begin() + 12 * static_cast<ptrdiff_t>(values), values, rows.begin() + 9 * static_cast<ptrdiff_t>(values));
+    for (auto& rows : *side)
+      std::copy_n(rows.begin() + 12 * static_cast<ptrdiff_t>(values), values,
+                  rows.begin() + 9 * static_cast<ptrdiff_t>(values));
   }
   const uint32_t slot = next_slot_++;
   arena_->Seal(data, pair.gpu->shape, 9, slot);
@@ -278,18 +306,24 @@ TEST_P(DecodeBatchTest, ALostDaemonsPagesAreMissingAndTheStepGoesOn) {
 
 TEST_P(DecodeBatchTest, WhatAGpuDoesNotDoIsRefusedByName) {
   WorkerShape shape = *WorkerShape::Make(geometry_, {});
-  EXPECT_EQ(DecodeBatch::Plan(shape, {.max_tokens = 100}).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DecodeBatch::Plan(shape, {.max_tokens = 100}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   shape.place = OnGpu(0);
   const auto refused = [&](BatchOptions options) {
     const absl::Status status = DecodeBatch::Plan(shape, options).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     return std::string(status.message());
   };
-  EXPECT_NE(refused({.max_sequences = 0, .max_tokens = 100}).find("max_sequences"), std::string::npos);
+  EXPECT_NE(refused({.max_sequences = 0, .max_tokens = 100}).find("max_sequences"),
+            std::string::npos);
   EXPECT_NE(refused({.max_tokens = 0}).find("max_tokens"), std::string::npos);
-  EXPECT_NE(refused({.max_tokens = 100, .step = {.dense_layers = {1}}}).find("dense_layers"), std::string::npos);
-  EXPECT_NE(refused({.max_tokens = 100, .step = {.verify = VerifyPolicy::kChecksum}}).find("verify"), std::string::npos);
-  EXPECT_NE(refused({.max_tokens = 100, .step = {.budget = 5000}}).find("budget"), std::string::npos);
+  EXPECT_NE(refused({.max_tokens = 100, .step = {.dense_layers = {1}}}).find("dense_layers"),
+            std::string::npos);
+  EXPECT_NE(
+      refused({.max_tokens = 100, .step = {.verify = VerifyPolicy::kChecksum}}).find("verify"),
+      std::string::npos);
+  EXPECT_NE(refused({.max_tokens = 100, .step = {.budget = 5000}}).find("budget"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// A pool of one daemon inside the test, in GPU memory: an arena that is exported and mapped as between processes, and
-// sequences over it that lie on the GPU.
+// A pool of one daemon inside the test, in GPU memory: an arena that is exported and mapped as
+// between processes, and sequences over it that lie on the GPU.
 //
 // Built with KVD_CUDA only; needs a GPU. See fake_pool.h for the data.
 
@@ -43,7 +43,8 @@ class GpuArena {
     for (int layer = 0; layer < shape.num_layers(); ++layer) {
       for (int h = 0; h < shape.num_heads(); ++h) {
         const std::vector<uint8_t> unit = data.Unit(layer, h, page);
-        CheckOk(CopyBytes(memory_->place(), memory_->unit(slot, layer, h), unit.data(), unit.size()));
+        CheckOk(
+            CopyBytes(memory_->place(), memory_->unit(slot, layer, h), unit.data(), unit.size()));
       }
     }
     const std::vector<uint8_t> records = PageRecords(data, shape, page);
@@ -62,7 +63,8 @@ class GpuArena {
     std::vector<UniqueFd> descriptors;
     for (const UniqueFd& fd : memory_->descriptors()) descriptors.emplace_back(dup(fd.get()));
     auto source = std::make_shared<PageSource>();
-    source->fetcher = OrDie(PeerFetcher::Make(OrDie(ArenaMemory::MapGpu(memory_->shape(), std::move(descriptors), gpu))));
+    source->fetcher = OrDie(PeerFetcher::Make(
+        OrDie(ArenaMemory::MapGpu(memory_->shape(), std::move(descriptors), gpu))));
     return source;
   }
   const ArenaMemory& memory() const { return *memory_; }
@@ -73,11 +75,12 @@ class GpuArena {
 
 // An open sequence on the GPU whose page p is in slot first_slot + p.
 struct GpuSequence {
-  GpuSequence(const SequenceData& sequence_data, int num_pages, const StepOptions& options, GpuArena* arena,
-              uint32_t first_slot, std::shared_ptr<PageSource> source)
+  GpuSequence(const SequenceData& sequence_data, int num_pages, const StepOptions& options,
+              GpuArena* arena, uint32_t first_slot, std::shared_ptr<PageSource> source)
       : data(sequence_data), shape(*WorkerShape::Make(data.geometry, {})) {
     shape.place = OnGpu(0);
-    pages = OrDie(SequencePages::Make(shape, num_pages + FakeSequence::kSpareCapacity, options.n_sink, options.n_win, 1));
+    pages = OrDie(SequencePages::Make(shape, num_pages + FakeSequence::kSpareCapacity,
+                                      options.n_sink, options.n_win, 1));
     pages->SetSource(0, std::move(source));
     for (int p = 0; p < num_pages; ++p) {
       const uint32_t slot = first_slot + static_cast<uint32_t>(p);
@@ -93,7 +96,8 @@ struct GpuSequence {
           CheckOk(CopyBytes(shape.place, to, unit.data(), unit.size()));
         };
         for (int p = 0; p < pages->num_sinks(); ++p) copy(p, pages->sink_unit(p, layer, h));
-        for (int p = pages->first_ring_page(); p < pages->num_pages(); ++p) copy(p, pages->ring_unit(p, layer, h));
+        for (int p = pages->first_ring_page(); p < pages->num_pages(); ++p)
+          copy(p, pages->ring_unit(p, layer, h));
       }
     }
   }

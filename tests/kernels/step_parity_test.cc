@@ -1,8 +1,7 @@
-// Goal: the step's own kernels do what their contract says, for every geometry. Method: the same tables on the host and the
-// device; appended rows, rotated queries, lists and fetched bytes compared exactly with the reference or with what
-// the test itself laid out; pages that are gone, daemons that are lost and padding rows among them.
-
-#include "kernels/step.h"
+// Goal: the step's own kernels do what their contract says, for every geometry. Method: the same
+// tables on the host and the device; appended rows, rotated queries, lists and fetched bytes
+// compared exactly with the reference or with what the test itself laid out; pages that are gone,
+// daemons that are lost and padding rows among them.
 
 #include <gtest/gtest.h>
 
@@ -14,6 +13,7 @@
 
 #include "kernels/append.h"
 #include "kernels/rotate.h"
+#include "kernels/step.h"
 #include "tests/support/gpu.h"
 #include "tests/support/kv_data.h"
 
@@ -24,15 +24,26 @@ using kvd::testing::DeviceArray;
 using kvd::testing::Graph;
 using kvd::testing::RandomKv;
 
-constexpr int kLayers = 2, kHeads = 4, kShardHeads = 2, kShards = kHeads / kShardHeads, kRows = 3, kRing = 5;
+constexpr int kLayers = 2, kHeads = 4, kShardHeads = 2, kShards = kHeads / kShardHeads, kRows = 3,
+              kRing = 5;
 
 class StepParityTest : public ::testing::TestWithParam<std::tuple<int, int, int>> {  // D, B, G
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
     const auto [dim, tokens, group] = GetParam();
-    shape_ = {.num_rows = kRows, .num_layers = kLayers, .num_kv_heads = kHeads, .shard_heads = kShardHeads, .group = group,
-              .head_dim = dim, .page_tokens = tokens, .dtype = KvDtype::kBf16, .rotated = true, .cache_slots = 12, .num_arenas = 3};
+    shape_ = {.num_rows = kRows,
+              .num_layers = kLayers,
+              .num_kv_heads = kHeads,
+              .shard_heads = kShardHeads,
+              .group = group,
+              .head_dim = dim,
+              .page_tokens = tokens,
+              .dtype = KvDtype::kBf16,
+              .rotated = true,
+              .cache_slots = 12,
+              .num_arenas = 3};
     unit_bytes_ = MakeUnitLayout(dim, tokens).bytes;
   }
   size_t unit_idx(int layer, int head) const { return static_cast<size_t>(layer * kHeads + head); }
@@ -42,10 +53,13 @@ class StepParityTest : public ::testing::TestWithParam<std::tuple<int, int, int>
 };
 
 INSTANTIATE_TEST_SUITE_P(Geometries, StepParityTest,
-                         ::testing::Values(std::tuple(64, 16, 1), std::tuple(64, 32, 3), std::tuple(96, 16, 7), std::tuple(128, 16, 4),
-                                           std::tuple(128, 32, 8), std::tuple(256, 16, 16), std::tuple(256, 32, 2)),
+                         ::testing::Values(std::tuple(64, 16, 1), std::tuple(64, 32, 3),
+                                           std::tuple(96, 16, 7), std::tuple(128, 16, 4),
+                                           std::tuple(128, 32, 8), std::tuple(256, 16, 16),
+                                           std::tuple(256, 32, 2)),
                          [](const auto& p) {
-                           return "D" + std::to_string(std::get<0>(p.param)) + "_B" + std::to_string(std::get<1>(p.param)) + "_G" +
+                           return "D" + std::to_string(std::get<0>(p.param)) + "_B" +
+                                  std::to_string(std::get<1>(p.param)) + "_G" +
                                   std::to_string(std::get<2>(p.param));
                          });
 
@@ -55,7 +69,8 @@ TEST_P(StepParityTest, AppendsAndRotatesAsTheReferenceAndLeavesPaddingAlone) {
   const std::vector<uint8_t> before(kRows * ring_bytes, 0x5A);
   DeviceArray<uint8_t> ring(before);
   const auto q = RandomKv(int64_t{kRows} * kHeads * shape_.group * dim, shape_.dtype, 2.0f, 1);
-  const auto k = RandomKv(int64_t{kRows} * kHeads * dim, shape_.dtype, 2.0f, 2), v = RandomKv(int64_t{kRows} * kHeads * dim, shape_.dtype, 2.0f, 3);
+  const auto k = RandomKv(int64_t{kRows} * kHeads * dim, shape_.dtype, 2.0f, 2),
+             v = RandomKv(int64_t{kRows} * kHeads * dim, shape_.dtype, 2.0f, 3);
   std::vector<StepRow> rows(kRows);
   const int64_t lengths[kRows] = {3 * tokens + 5, -1, 7 * tokens - 1};  // the second is padding
   for (size_t n = 0; n < kRows; ++n) {
@@ -67,14 +82,17 @@ TEST_P(StepParityTest, AppendsAndRotatesAsTheReferenceAndLeavesPaddingAlone) {
   const DeviceArray<uint16_t> d_q(q), d_k(k), d_v(v), rotated(q.size());
   const DeviceArray<uint32_t> lost_words(std::vector<uint32_t>{0, 1});
   const DeviceArray<PageHeader> header(1);
-  const DeviceArray<PeerArena> arenas(std::vector<PeerArena>{{nullptr, header.data(), lost_words.data(), 1, 1},
-                                                             {nullptr, header.data(), lost_words.data() + 1, 1, 1}, {}});
+  const DeviceArray<PeerArena> arenas(
+      std::vector<PeerArena>{{nullptr, header.data(), lost_words.data(), 1, 1},
+                             {nullptr, header.data(), lost_words.data() + 1, 1, 1},
+                             {}});
   DeviceArray<uint64_t> step(std::vector<uint64_t>{41});
   DeviceArray<uint32_t> arena_lost(3);
   DeviceArray<StepFigures> figures(kRows);
   figures.Poison();
-  BeginLayerArgs args = {shape_, layer, d_rows.data(), arenas.data(), d_q.data(), d_k.data(), d_v.data(), rotated.data(), step.data(),
-                         arena_lost.data(), figures.data()};
+  BeginLayerArgs args = {
+      shape_,     layer,          d_rows.data(), arenas.data(),     d_q.data(),    d_k.data(),
+      d_v.data(), rotated.data(), step.data(),   arena_lost.data(), figures.data()};
   KVD_CUDA_OK(LaunchBeginLayer(args, nullptr));
   EXPECT_EQ(step.Download()[0], 41u);  // layer 0 alone begins a step
   std::vector<uint8_t> want = before;
@@ -84,7 +102,8 @@ TEST_P(StepParityTest, AppendsAndRotatesAsTheReferenceAndLeavesPaddingAlone) {
     const int32_t token = static_cast<int32_t>(lengths[n] % tokens);
     for (int h = 0; h < kHeads; ++h) {
       const auto place = static_cast<size_t>(lengths[n] / tokens % kRing);
-      tails.push_back(want.data() + n * ring_bytes + (place * kLayers * kHeads + unit_idx(layer, h)) * unit_bytes_);
+      tails.push_back(want.data() + n * ring_bytes +
+                      (place * kLayers * kHeads + unit_idx(layer, h)) * unit_bytes_);
     }
     const auto at = n * kHeads * static_cast<size_t>(dim);
     ref::Append({1, kHeads, dim, tokens, k.data() + at, v.data() + at, tails.data(), &token});
@@ -99,7 +118,8 @@ TEST_P(StepParityTest, AppendsAndRotatesAsTheReferenceAndLeavesPaddingAlone) {
   KVD_CUDA_OK(LaunchBeginLayer(args, nullptr));
   EXPECT_EQ(step.Download()[0], 42u);
   EXPECT_EQ(arena_lost.Download(), (std::vector<uint32_t>{0, 1, 1}));
-  for (const StepFigures& f : figures.Download()) EXPECT_EQ(f.hits + f.misses + f.failed + f.num_failures, 0u);
+  for (const StepFigures& f : figures.Download())
+    EXPECT_EQ(f.hits + f.misses + f.failed + f.num_failures, 0u);
   args.shape.head_dim = 80;
   EXPECT_EQ(LaunchBeginLayer(args, nullptr), cudaErrorInvalidValue);
 }
@@ -114,30 +134,48 @@ TEST_P(StepParityTest, AppendsTokensOfAnEnginesCache) {
   ring.Poison(0);
   const auto* base = reinterpret_cast<const uint8_t*>(d_cache.data());
   const int64_t first = int64_t{6} * tokens - 2;  // of the sequence: three pages are touched
-  KVD_CUDA_OK(LaunchAppendTokens({.kv = {base, base + dim * 2, int64_t{dim} * 4, int64_t{kHeads} * dim * 4}, .kv_token = 4, .token = first,
-                                  .count = count, .layer = layer, .num_layers = kLayers, .num_kv_heads = kHeads, .head_dim = dim,
-                                  .page_tokens = tokens, .ring_pages = kRing, .ring = ring.data()}, nullptr));
+  KVD_CUDA_OK(
+      LaunchAppendTokens({.kv = {base, base + dim * 2, int64_t{dim} * 4, int64_t{kHeads} * dim * 4},
+                          .kv_token = 4,
+                          .token = first,
+                          .count = count,
+                          .layer = layer,
+                          .num_layers = kLayers,
+                          .num_kv_heads = kHeads,
+                          .head_dim = dim,
+                          .page_tokens = tokens,
+                          .ring_pages = kRing,
+                          .ring = ring.data()},
+                         nullptr));
   std::vector<uint8_t> want(ring.size());
   const size_t row_bytes = static_cast<size_t>(dim) * 2;
   for (int64_t i = 0; i < count; ++i) {
     for (int h = 0; h < kHeads; ++h) {
       const int64_t at = first + i;
-      uint8_t* unit = want.data() + (static_cast<size_t>(at / tokens % kRing) * kLayers * kHeads + unit_idx(layer, h)) * unit_bytes_;
-      const auto* from = reinterpret_cast<const uint8_t*>(cache.data() + ((i + 4) * kHeads + h) * 2 * dim);
+      uint8_t* unit = want.data() + (static_cast<size_t>(at / tokens % kRing) * kLayers * kHeads +
+                                     unit_idx(layer, h)) *
+                                        unit_bytes_;
+      const auto* from =
+          reinterpret_cast<const uint8_t*>(cache.data() + ((i + 4) * kHeads + h) * 2 * dim);
       std::memcpy(unit + static_cast<size_t>(at % tokens) * row_bytes, from, row_bytes);
-      std::memcpy(unit + unit_bytes_ / 2 + static_cast<size_t>(at % tokens) * row_bytes, from + row_bytes, row_bytes);
+      std::memcpy(unit + unit_bytes_ / 2 + static_cast<size_t>(at % tokens) * row_bytes,
+                  from + row_bytes, row_bytes);
     }
   }
   EXPECT_EQ(ring.Download(), want);
 }
 
-// A pool of two daemons whose slot s holds the byte pattern of s, and rows that selected some of its pages.
+// A pool of two daemons whose slot s holds the byte pattern of s, and rows that selected some of
+// its pages.
 class FetchCase {
  public:
   static constexpr int kPages = 20, kSlots = 50, kPerSlab = 8, kSelected = 8;
 
   FetchCase(const StepShape& shape, size_t unit_bytes)
-      : shape_(shape), unit_bytes_(unit_bytes), slab_bytes_(kPerSlab * slot_bytes()), slabs_((kSlots + kPerSlab - 1) / kPerSlab * slab_bytes_),
+      : shape_(shape),
+        unit_bytes_(unit_bytes),
+        slab_bytes_(kPerSlab * slot_bytes()),
+        slabs_((kSlots + kPerSlab - 1) / kPerSlab * slab_bytes_),
         cache_(kRows * kLayers * kHeads * static_cast<size_t>(shape.cache_slots) * unit_bytes) {
     std::vector<uint8_t> bytes(slabs_.size());
     for (size_t i = 0; i < bytes.size() / 4; ++i) {
@@ -148,18 +186,23 @@ class FetchCase {
     cache_.Poison(0);
   }
   size_t slot_bytes() const { return kLayers * kShardHeads * unit_bytes_; }
-  static uint32_t WordAt(size_t offset) { return static_cast<uint32_t>(offset * 2654435761u) ^ static_cast<uint32_t>(offset >> 7); }
+  static uint32_t WordAt(size_t offset) {
+    return static_cast<uint32_t>(offset * 2654435761u) ^ static_cast<uint32_t>(offset >> 7);
+  }
   // The bytes of a unit as the arena holds them.
   std::vector<uint8_t> Unit(uint32_t slot, int layer, int head_in_shard) const {
     std::vector<uint8_t> unit(unit_bytes_);
-    const size_t at = slot / kPerSlab * slab_bytes_ + slot % kPerSlab * slot_bytes() + static_cast<size_t>(layer * kShardHeads + head_in_shard) * unit_bytes_;
+    const size_t at = slot / kPerSlab * slab_bytes_ + slot % kPerSlab * slot_bytes() +
+                      static_cast<size_t>(layer * kShardHeads + head_in_shard) * unit_bytes_;
     for (size_t i = 0; i < unit_bytes_ / 4; ++i) {
       const uint32_t word = WordAt(at + i * 4);
       std::memcpy(unit.data() + i * 4, &word, 4);
     }
     return unit;
   }
-  static uint32_t SlotOf(int row, int page, int shard) { return static_cast<uint32_t>((row * 7 + page * 2 + shard) % kSlots); }
+  static uint32_t SlotOf(int row, int page, int shard) {
+    return static_cast<uint32_t>((row * 7 + page * 2 + shard) % kSlots);
+  }
 
   const StepShape shape_;
   const size_t unit_bytes_;
@@ -172,7 +215,8 @@ TEST_P(StepParityTest, ListsAndFetchesAndLeavesOutWhatIsGone) {
   const int layer = 1, sinks = 1, ring_first = 18, lists = kRows * kHeads;
   FetchCase pool(shape_, unit_bytes_);
   std::vector<const uint8_t*> slab_table;
-  for (size_t at = 0; at < pool.slabs_.size(); at += pool.slab_bytes_) slab_table.push_back(pool.slabs_.data() + at);
+  for (size_t at = 0; at < pool.slabs_.size(); at += pool.slab_bytes_)
+    slab_table.push_back(pool.slabs_.data() + at);
   const DeviceArray<const uint8_t*> d_slabs(slab_table);
   std::vector<uint64_t> headers(FetchCase::kSlots * 8);
   for (size_t s = 0; s < FetchCase::kSlots; ++s) headers[s * 8] = 2 * s + 2;
@@ -180,8 +224,10 @@ TEST_P(StepParityTest, ListsAndFetchesAndLeavesOutWhatIsGone) {
   headers[gone * 8] += 1;
   const DeviceArray<uint64_t> d_headers(headers);
   const auto* header = reinterpret_cast<const PageHeader*>(d_headers.data());
-  const DeviceArray<PeerArena> arenas(std::vector<PeerArena>{{d_slabs.data(), header, nullptr, FetchCase::kSlots, FetchCase::kPerSlab},
-                                                             {d_slabs.data(), header, nullptr, FetchCase::kSlots, FetchCase::kPerSlab}, {}});
+  const DeviceArray<PeerArena> arenas(std::vector<PeerArena>{
+      {d_slabs.data(), header, nullptr, FetchCase::kSlots, FetchCase::kPerSlab},
+      {d_slabs.data(), header, nullptr, FetchCase::kSlots, FetchCase::kPerSlab},
+      {}});
   const DeviceArray<uint32_t> arena_lost(std::vector<uint32_t>{0, 1, 1});
   // Page 9 of row 2 lies with the lost daemon.
   std::vector<PagePlace> places;
@@ -195,23 +241,32 @@ TEST_P(StepParityTest, ListsAndFetchesAndLeavesOutWhatIsGone) {
   }
   const DeviceArray<PagePlace> d_places(places);
   DeviceArray<uint64_t> selectable(std::vector<uint64_t>(kRows, ~uint64_t{0}));
-  DeviceArray<uint8_t> ring(kRows * kRing * kLayers * kHeads * unit_bytes_), sink_units(kRows * kLayers * kHeads * unit_bytes_);
+  DeviceArray<uint8_t> ring(kRows * kRing * kLayers * kHeads * unit_bytes_),
+      sink_units(kRows * kLayers * kHeads * unit_bytes_);
   std::vector<StepRow> rows(kRows);
   const size_t cache_row = pool.cache_.size() / kRows;
   for (size_t n = 0; n < kRows; ++n) {
     if (n == 1) continue;  // padding
-    rows[n] = {.num_tokens = 20 * shape_.page_tokens + 5, .num_pages = FetchCase::kPages, .num_sinks = sinks, .first_ring_page = ring_first,
-               .ring_pages = kRing, .ring = ring.data() + n * ring.size() / kRows, .sinks = sink_units.data() + n * sink_units.size() / kRows,
-               .places = d_places.data() + n * FetchCase::kPages * kShards, .selectable = selectable.data() + n,
+    rows[n] = {.num_tokens = 20 * shape_.page_tokens + 5,
+               .num_pages = FetchCase::kPages,
+               .num_sinks = sinks,
+               .first_ring_page = ring_first,
+               .ring_pages = kRing,
+               .ring = ring.data() + n * ring.size() / kRows,
+               .sinks = sink_units.data() + n * sink_units.size() / kRows,
+               .places = d_places.data() + n * FetchCase::kPages * kShards,
+               .selectable = selectable.data() + n,
                .cache = pool.cache_.data() + n * cache_row};
   }
   const DeviceArray<StepRow> d_rows(rows);
-  // Every list selects 2, 4, ..., 16 and 9 in place of 10; slot i holds entry i; odd positions are misses.
+  // Every list selects 2, 4, ..., 16 and 9 in place of 10; slot i holds entry i; odd positions are
+  // misses.
   std::vector<int32_t> pages, slots, miss_idx, counts, num_misses, page_slot, slot_page;
   std::vector<uint64_t> slot_step;
   for (int r = 0; r < lists; ++r) {
     const bool padding = r / kHeads == 1;
-    std::vector<int32_t> of_page(FetchCase::kPages, -1), of_slot(static_cast<size_t>(shape_.cache_slots), -1);
+    std::vector<int32_t> of_page(FetchCase::kPages, -1),
+        of_slot(static_cast<size_t>(shape_.cache_slots), -1);
     for (int i = 0; i < FetchCase::kSelected; ++i) {
       const int page = i == 4 ? 9 : 2 * (i + 1);
       pages.push_back(page);
@@ -226,12 +281,14 @@ TEST_P(StepParityTest, ListsAndFetchesAndLeavesOutWhatIsGone) {
     slot_page.insert(slot_page.end(), of_slot.begin(), of_slot.end());
   }
   slot_step.resize(slot_page.size(), 3);
-  DeviceArray<int32_t> d_pages(pages), d_slots(slots), d_miss(miss_idx), d_counts(counts), d_misses(num_misses), d_page_slot(page_slot), d_slot_page(slot_page);
+  DeviceArray<int32_t> d_pages(pages), d_slots(slots), d_miss(miss_idx), d_counts(counts),
+      d_misses(num_misses), d_page_slot(page_slot), d_slot_page(slot_page);
   DeviceArray<uint64_t> d_slot_step(slot_step), d_step(std::vector<uint64_t>{3});
   std::vector<ResolveRow> maps;
   for (size_t r = 0; r < static_cast<size_t>(lists); ++r) {
     const auto s = static_cast<size_t>(shape_.cache_slots);
-    maps.push_back({d_page_slot.data() + r * FetchCase::kPages, d_slot_page.data() + r * s, d_slot_step.data() + r * s, shape_.cache_slots});
+    maps.push_back({d_page_slot.data() + r * FetchCase::kPages, d_slot_page.data() + r * s,
+                    d_slot_step.data() + r * s, shape_.cache_slots});
   }
   const DeviceArray<ResolveRow> d_maps(maps);
   DeviceArray<StepFigures> figures(kRows);
@@ -239,16 +296,26 @@ TEST_P(StepParityTest, ListsAndFetchesAndLeavesOutWhatIsGone) {
   constexpr int kMaxUnits = 16;
   DeviceArray<UnitRef> units(static_cast<size_t>(lists) * kMaxUnits);
   DeviceArray<int32_t> num_units(static_cast<size_t>(lists));
-  const FetchArgs args = {.shape = shape_, .layer = layer, .rows = d_rows.data(), .arenas = arenas.data(), .arena_lost = arena_lost.data(),
-                          .resolve = {lists, FetchCase::kSelected, shape_.cache_slots, d_maps.data(), d_pages.data(), d_counts.data(), d_step.data(),
-                                      d_slots.data(), d_miss.data(), d_misses.data()},
-                          .fetch = true, .max_units = kMaxUnits, .units = units.data(), .num_units = num_units.data(), .figures = figures.data()};
+  const FetchArgs args = {
+      .shape = shape_,
+      .layer = layer,
+      .rows = d_rows.data(),
+      .arenas = arenas.data(),
+      .arena_lost = arena_lost.data(),
+      .resolve = {lists, FetchCase::kSelected, shape_.cache_slots, d_maps.data(), d_pages.data(),
+                  d_counts.data(), d_step.data(), d_slots.data(), d_miss.data(), d_misses.data()},
+      .fetch = true,
+      .max_units = kMaxUnits,
+      .units = units.data(),
+      .num_units = num_units.data(),
+      .figures = figures.data()};
   const Graph graph([&](cudaStream_t stream) { KVD_CUDA_OK(LaunchFetchPages(args, stream)); });
   graph.Replay();
 
   const std::vector<uint8_t> cache = pool.cache_.Download();
   const std::vector<UnitRef> got_units = units.Download();
-  const std::vector<int32_t> got_counts = num_units.Download(), got_page_slot = d_page_slot.Download(), got_slots = d_slots.Download();
+  const std::vector<int32_t> got_counts = num_units.Download(),
+                             got_page_slot = d_page_slot.Download(), got_slots = d_slots.Download();
   for (int r = 0; r < lists; ++r) {
     const auto n = static_cast<size_t>(r / kHeads);
     const int head = r % kHeads, ring_pages = 20 - ring_first + 1;
@@ -262,20 +329,29 @@ TEST_P(StepParityTest, ListsAndFetchesAndLeavesOutWhatIsGone) {
     for (int i = 0; i < ring_pages; ++i) {
       const UnitRef& unit = list[sinks + FetchCase::kSelected + i];
       const auto place = static_cast<size_t>((ring_first + i) % kRing);
-      EXPECT_EQ(unit.unit, rows[n].ring + (place * kLayers * kHeads + unit_idx(layer, head)) * unit_bytes_);
+      EXPECT_EQ(unit.unit,
+                rows[n].ring + (place * kLayers * kHeads + unit_idx(layer, head)) * unit_bytes_);
       EXPECT_EQ(unit.num_tokens, i + 1 == ring_pages ? 6 : shape_.page_tokens);
     }
     for (int i = 0; i < FetchCase::kSelected; ++i) {
       const auto at = static_cast<size_t>(r * FetchCase::kSelected + i);
       const bool is_miss = i == 0 || i == 2 || i == 4 || i == 5 || i == 7;
-      const bool is_gone = (n == 0 && pages[at] == 6 && head / kShardHeads == 1) || (n == 2 && pages[at] == 9);
-      const size_t offset = n * cache_row + (unit_idx(layer, head) * static_cast<size_t>(shape_.cache_slots) + static_cast<size_t>(i)) * unit_bytes_;
+      const bool is_gone =
+          (n == 0 && pages[at] == 6 && head / kShardHeads == 1) || (n == 2 && pages[at] == 9);
+      const size_t offset =
+          n * cache_row + (unit_idx(layer, head) * static_cast<size_t>(shape_.cache_slots) +
+                           static_cast<size_t>(i)) *
+                              unit_bytes_;
       EXPECT_EQ(list[sinks + i].unit, pool.cache_.data() + offset);
       EXPECT_EQ(list[sinks + i].num_tokens, is_gone ? 0 : shape_.page_tokens) << r << " " << i;
       EXPECT_EQ(got_slots[at], is_gone ? -1 : i);
-      EXPECT_EQ(got_page_slot[static_cast<size_t>(r * FetchCase::kPages + pages[at])], is_gone ? -1 : i);
-      const std::vector<uint8_t> want = is_miss && !is_gone ? pool.Unit(FetchCase::SlotOf(static_cast<int>(n), pages[at], head / kShardHeads), layer, head % kShardHeads)
-                                                            : std::vector<uint8_t>(unit_bytes_);
+      EXPECT_EQ(got_page_slot[static_cast<size_t>(r * FetchCase::kPages + pages[at])],
+                is_gone ? -1 : i);
+      const std::vector<uint8_t> want =
+          is_miss && !is_gone
+              ? pool.Unit(FetchCase::SlotOf(static_cast<int>(n), pages[at], head / kShardHeads),
+                          layer, head % kShardHeads)
+              : std::vector<uint8_t>(unit_bytes_);
       EXPECT_EQ(std::memcmp(cache.data() + offset, want.data(), unit_bytes_), 0) << r << " " << i;
     }
   }
@@ -300,14 +376,20 @@ TEST_P(StepParityTest, PageUpdatesChangeTheTableTheBitsAndTheCachesMaps) {
     slot_page[r * kSlots + 2] = 70;
   }
   DeviceArray<int32_t> d_page_slot(page_slot), d_slot_page(slot_page);
-  DeviceArray<uint64_t> d_slot_step(slot_step), selectable(std::vector<uint64_t>{~uint64_t{0}, 0, ~uint64_t{0}});
+  DeviceArray<uint64_t> d_slot_step(slot_step),
+      selectable(std::vector<uint64_t>{~uint64_t{0}, 0, ~uint64_t{0}});
   DeviceArray<PagePlace> places(kPages * 2);
   places.Poison(0);
-  const DeviceArray<PageUpdate> updates(std::vector<PageUpdate>{{70, PageUpdate::kSelectable | PageUpdate::kForget}, {3, 0}, {129, PageUpdate::kForget}});
-  const DeviceArray<PagePlace> fresh(std::vector<PagePlace>{{4, 1, 0}, {6, 2, 0}, {8, 3, 1}, {10, 4, 1}, {12, 5, 2}, {14, 6, 2}});
-  KVD_CUDA_OK(LaunchPageUpdates({3, 2, updates.data(), fresh.data(), places.data(), selectable.data(), kCacheRows, kPages, kSlots, d_page_slot.data(),
-                                 d_slot_page.data(), d_slot_step.data()}, nullptr));
-  EXPECT_EQ(selectable.Download(), (std::vector<uint64_t>{~uint64_t{8}, uint64_t{1} << 6, ~uint64_t{2}}));
+  const DeviceArray<PageUpdate> updates(std::vector<PageUpdate>{
+      {70, PageUpdate::kSelectable | PageUpdate::kForget}, {3, 0}, {129, PageUpdate::kForget}});
+  const DeviceArray<PagePlace> fresh(
+      std::vector<PagePlace>{{4, 1, 0}, {6, 2, 0}, {8, 3, 1}, {10, 4, 1}, {12, 5, 2}, {14, 6, 2}});
+  KVD_CUDA_OK(LaunchPageUpdates(
+      {3, 2, updates.data(), fresh.data(), places.data(), selectable.data(), kCacheRows, kPages,
+       kSlots, d_page_slot.data(), d_slot_page.data(), d_slot_step.data()},
+      nullptr));
+  EXPECT_EQ(selectable.Download(),
+            (std::vector<uint64_t>{~uint64_t{8}, uint64_t{1} << 6, ~uint64_t{2}}));
   const std::vector<PagePlace> got = places.Download();
   EXPECT_EQ(got[70 * 2 + 1].slot, 2u);
   EXPECT_EQ(got[129 * 2].generation, 12u);
@@ -326,14 +408,20 @@ TEST_P(StepParityTest, CandidatesAreTheSinksTheChosenAndTheWindow) {
   rows[0].num_pages = 40;
   rows[0].num_sinks = 2;
   const DeviceArray<StepRow> d_rows(rows);
-  const DeviceArray<int32_t> chosen(std::vector<int32_t>{5, 9, 11, -1, 7, 8, 9, 10, 1, 2, 3, 4, 1, 2, 3, 4}), counts(std::vector<int32_t>{3, 4, 4, 4});
+  const DeviceArray<int32_t> chosen(
+      std::vector<int32_t>{5, 9, 11, -1, 7, 8, 9, 10, 1, 2, 3, 4, 1, 2, 3, 4}),
+      counts(std::vector<int32_t>{3, 4, 4, 4});
   DeviceArray<int32_t> candidates(4 * 9), num(4);
   candidates.Poison(0);
-  KVD_CUDA_OK(LaunchListCandidates({2, 2, 3, 4, 9, d_rows.data(), chosen.data(), counts.data(), candidates.data(), num.data()}, nullptr));
+  KVD_CUDA_OK(LaunchListCandidates(
+      {2, 2, 3, 4, 9, d_rows.data(), chosen.data(), counts.data(), candidates.data(), num.data()},
+      nullptr));
   EXPECT_EQ(num.Download(), (std::vector<int32_t>{8, 9, 0, 0}));
   const std::vector<int32_t> got = candidates.Download();
-  EXPECT_EQ(std::vector<int32_t>(got.begin(), got.begin() + 8), (std::vector<int32_t>{0, 1, 5, 9, 11, 37, 38, 39}));
-  EXPECT_EQ(std::vector<int32_t>(got.begin() + 9, got.begin() + 18), (std::vector<int32_t>{0, 1, 7, 8, 9, 10, 37, 38, 39}));
+  EXPECT_EQ(std::vector<int32_t>(got.begin(), got.begin() + 8),
+            (std::vector<int32_t>{0, 1, 5, 9, 11, 37, 38, 39}));
+  EXPECT_EQ(std::vector<int32_t>(got.begin() + 9, got.begin() + 18),
+            (std::vector<int32_t>{0, 1, 7, 8, 9, 10, 37, 38, 39}));
 }
 
 }  // namespace
