@@ -38,7 +38,7 @@ run_tests() {
   for test in "$bin"/*_test; do
     name=$(basename "$test")
     if KVD_TEST_DAEMON_GPU=$daemon_gpu timeout 300 "$test" >"$out/$name.log" 2>&1; then
-      echo "$name: $(grep -cE '^\[  SKIPPED \]' "$out/$name.log") skipped, $(grep -E '^\[  PASSED  \]' "$out/$name.log" | cut -c13-)" >>"$out/tests.txt"
+      echo "$name: $(grep -cE '^\[  SKIPPED \] .*\(' "$out/$name.log") skipped, $(grep -E '^\[  PASSED  \]' "$out/$name.log" | cut -c13-)" >>"$out/tests.txt"
     else
       echo "$name: FAILED, see $out/$name.log" >>"$out/tests.txt"
       grep -E '^\[  FAILED  \]|Failure|error:' -A4 "$out/$name.log" | head -n 30
