@@ -6,7 +6,6 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "client/device_buffer.h"
 #include "client/engine_pages.h"
 #include "client/record_fetch.h"
 #include "client/step_options.h"
@@ -138,32 +137,9 @@ absl::StatusOr<FetchedPages> KvClient::FetchOnce(std::span<const PageKey> keys) 
   fetched.num_pages = matched.num_pages;
   const size_t page_bytes = shape_.page_bytes();
   fetched.units.resize(static_cast<size_t>(matched.num_pages) * page_bytes);
-  // A worker with a GPU fetches into its memory: some pages at a time, and then down.
-  constexpr size_t kGpuPages = 64;
-  const bool on_gpu = shape_.place.on_gpu();
-  const auto num_pages = static_cast<size_t>(matched.num_pages);
-  const size_t step = on_gpu ? std::min(kGpuPages, num_pages) : num_pages;
-  PlacedBytes staging;
-  if (on_gpu) {
-    KVD_ASSIGN_OR_RETURN(staging,
-                         PlacedBytes::Make(shape_.place, step * page_bytes, "fetched pages"));
-  }
-  for (size_t first = 0; first < num_pages; first += step) {
-    const size_t count = std::min(step, num_pages - first);
-    uint8_t* const host = fetched.units.data() + first * page_bytes;
-    KVD_RETURN_IF_ERROR(FetchWhole(view, matched, first, count, on_gpu ? staging.data() : host));
-    if (on_gpu)
-      KVD_RETURN_IF_ERROR(CopyBytes(shape_.place, host, staging.data(), count * page_bytes));
-  }
-  return fetched;
-}
-
-// Pages [first, first + count) of a match, one after another.
-absl::Status KvClient::FetchWhole(const PoolView& view, const MatchedPages& matched, size_t first,
-                                  size_t count, uint8_t* to) const {
   const auto shards = static_cast<size_t>(shape_.num_shards());
   std::vector<UnitRequest> requests;
-  for (size_t p = first; p < first + count; ++p) {
+  for (size_t p = 0; p < static_cast<size_t>(matched.num_pages); ++p) {
     for (int layer = 0; layer < shape_.num_layers(); ++layer) {
       for (int head = 0; head < shape_.num_heads(); ++head) {
         const SlotRef& slot =
@@ -173,12 +149,13 @@ absl::Status KvClient::FetchWhole(const PoolView& view, const MatchedPages& matc
                              .layer = static_cast<uint16_t>(layer),
                              .head = static_cast<uint16_t>(shape_.head_in_shard(head)),
                              .generation = slot.generation},
-                            to + (p - first) * shape_.page_bytes() +
+                            fetched.units.data() + p * page_bytes +
                                 shape_.unit_idx(layer, head) * shape_.unit_bytes()});
       }
     }
   }
-  return FetchUnits(view, requests, options_.fetch_timeout);
+  KVD_RETURN_IF_ERROR(FetchUnits(view, requests, options_.fetch_timeout));
+  return fetched;
 }
 
 std::string KvClient::MetricsText() const {

@@ -96,8 +96,6 @@ class KvClient {
  private:
   KvClient(ClientOptions options, WorkerShape shape);
   absl::StatusOr<FetchedPages> FetchOnce(std::span<const PageKey> keys);
-  absl::Status FetchWhole(const PoolView& view, const MatchedPages& matched, size_t first, size_t count,
-                          uint8_t* to) const;
 
   const ClientOptions options_;
   const WorkerShape shape_;
