@@ -11,8 +11,10 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
+#include <utility>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "client/fetcher.h"
 #include "proto/arena_memory.h"
 
@@ -40,11 +42,40 @@ inline bool AllInRange(const FetchList& list, const ArenaShape& shape) {
   });
 }
 
+// Of what has `deadline` left, which may be longer than a clock can add.
+inline std::chrono::steady_clock::time_point DeadlineOf(absl::Duration deadline) {
+  return std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(std::min(deadline, absl::Hours(1)));
+}
+
 // A fixed number of slots, each for one list in flight. A list that finds none in Start asks again in Wait.
+// `begin(Slot&, deadline)` starts the list in a slot.
 template <typename Slot>
 class SlotPool {
  public:
   using Clock = std::chrono::steady_clock;
+
+  // Start's part.
+  template <typename Begin>
+  void StartIn(FetchList& list, const Begin& begin) {
+    Slot* slot = TryTake();
+    list.in_flight = slot != nullptr ? static_cast<void*>(slot) : this;
+    if (slot != nullptr) begin(*slot, DeadlineOf(list.deadline));
+  }
+  // Wait's part: the slot in which the list is in flight, to be given back. Null if there is nothing to wait for: it was
+  // done or refused in Start, or no slot came free within the deadline, which is then the list's outcome.
+  template <typename Begin>
+  Slot* TakeBack(FetchList& list, const Begin& begin) {
+    void* const in_flight = std::exchange(list.in_flight, nullptr);
+    if (in_flight != this) return static_cast<Slot*>(in_flight);
+    const Clock::time_point deadline = DeadlineOf(list.deadline);
+    Slot* slot = Take(deadline);
+    if (slot == nullptr) {
+      list.code = absl::StatusCode::kDeadlineExceeded;
+    } else {
+      begin(*slot, deadline);
+    }
+    return slot;
+  }
 
   void Give(Slot* slot) {
     {
@@ -53,6 +84,8 @@ class SlotPool {
     }
     freed_.notify_one();
   }
+
+ private:
   // Null if none is free.
   Slot* TryTake() { return Take(Clock::time_point::min()); }
   // Waits for one until `deadline`; null if none came.
@@ -67,7 +100,6 @@ class SlotPool {
     return slot;
   }
 
- private:
   std::mutex mutex_;
   std::condition_variable freed_;
   std::vector<Slot*> free_;

@@ -33,10 +33,6 @@ constexpr auto kNap = std::chrono::microseconds(20);
 // Slots whose summaries are copied to the host between two looks at the clock.
 constexpr size_t kSummaryBatch = 64;
 
-Clock::time_point DeadlineOf(absl::Duration deadline) {
-  return Clock::now() + absl::ToChronoNanoseconds(std::min(deadline, absl::Hours(1)));
-}
-
 // One list at work.
 struct ListSlot {
   PlacedArray<GatherUnit> units;  // pinned: the kernel reads them where they are
@@ -46,9 +42,6 @@ struct ListSlot {
   size_t first = 0;  // entries of the launch at work
   size_t count = 0;
 };
-
-// What a list has in flight that found no free slot in Start.
-char no_slot;
 
 }  // namespace
 
@@ -66,6 +59,7 @@ struct PeerFetcher::Impl {
     return list.code != absl::StatusCode::kOk;
   }
   bool is_lost() const { return std::atomic_ref(*lost_word).load(std::memory_order_acquire) != 0; }
+  void Begin(ListSlot& slot, FetchList& list, Clock::time_point deadline);
   void Enqueue(ListSlot& slot, FetchList& list, size_t first);
   void Finish(ListSlot& slot, FetchList& list);
   absl::StatusCode WaitFor(const ListSlot& slot);
@@ -198,32 +192,20 @@ void PeerFetcher::Impl::Finish(ListSlot& slot, FetchList& list) {
   }
 }
 
+void PeerFetcher::Impl::Begin(ListSlot& slot, FetchList& list, Clock::time_point deadline) {
+  slot.deadline = deadline;
+  Enqueue(slot, list, 0);
+}
+
 void PeerFetcher::Start(FetchList& list) {
   if (impl_->Refuse(list) || list.entries.empty()) return;
-  ListSlot* slot = impl_->free_slots.TryTake();
-  if (slot == nullptr) {
-    list.in_flight = &no_slot;
-    return;
-  }
-  list.in_flight = slot;
-  slot->deadline = DeadlineOf(list.deadline);
-  impl_->Enqueue(*slot, list, 0);
+  impl_->free_slots.StartIn(list, [&](ListSlot& slot, Clock::time_point deadline) { impl_->Begin(slot, list, deadline); });
 }
 
 void PeerFetcher::Wait(FetchList& list) {
-  void* const in_flight = std::exchange(list.in_flight, nullptr);
-  if (in_flight == nullptr) return;  // done, or refused, in Start
-  auto* slot = static_cast<ListSlot*>(in_flight);
-  if (in_flight == &no_slot) {
-    const Clock::time_point deadline = DeadlineOf(list.deadline);
-    slot = impl_->free_slots.Take(deadline);
-    if (slot == nullptr) {
-      list.code = absl::StatusCode::kDeadlineExceeded;
-      return;
-    }
-    slot->deadline = deadline;
-    impl_->Enqueue(*slot, list, 0);
-  }
+  ListSlot* slot = impl_->free_slots.TakeBack(
+      list, [&](ListSlot& free, Clock::time_point deadline) { impl_->Begin(free, list, deadline); });
+  if (slot == nullptr) return;
   impl_->Finish(*slot, list);
   impl_->free_slots.Give(slot);
   if (impl_->is_lost()) AbortList(list);

@@ -28,14 +28,7 @@ constexpr size_t kPartBytes = size_t{4} << 20;
 // Staging memory of records.
 constexpr size_t kRecordBytes = size_t{8} << 20;
 
-// What a list has in flight that found no free slot in Start.
-char no_slot;
-
 absl::Duration Left(Clock::time_point deadline) { return absl::FromChrono(deadline - Clock::now()); }
-
-Clock::time_point DeadlineOf(absl::Duration deadline) {
-  return Clock::now() + absl::ToChronoNanoseconds(std::min(deadline, absl::Hours(1)));
-}
 
 // Consecutive entries of a list, on their way through one piece of staging memory.
 struct Part {
@@ -218,24 +211,13 @@ void StagedFetcher::Start(FetchList& list) {
     list.code = absl::StatusCode::kInvalidArgument;
     return;
   }
-  ListSlot* slot = impl_->free_slots.TryTake();
-  list.in_flight = slot != nullptr ? static_cast<void*>(slot) : &no_slot;
-  if (slot != nullptr) impl_->Begin(*slot, list, DeadlineOf(list.deadline));
+  impl_->free_slots.StartIn(list, [&](ListSlot& slot, Clock::time_point deadline) { impl_->Begin(slot, list, deadline); });
 }
 
 void StagedFetcher::Wait(FetchList& list) {
-  void* const in_flight = std::exchange(list.in_flight, nullptr);
-  if (in_flight == nullptr) return;  // done, or refused, in Start
-  auto* slot = static_cast<ListSlot*>(in_flight);
-  if (in_flight == &no_slot) {
-    const Clock::time_point deadline = DeadlineOf(list.deadline);
-    slot = impl_->free_slots.Take(deadline);
-    if (slot == nullptr) {
-      list.code = absl::StatusCode::kDeadlineExceeded;
-      return;
-    }
-    impl_->Begin(*slot, list, deadline);
-  }
+  ListSlot* slot = impl_->free_slots.TakeBack(
+      list, [&](ListSlot& free, Clock::time_point deadline) { impl_->Begin(free, list, deadline); });
+  if (slot == nullptr) return;
   impl_->Finish(*slot, list);
   impl_->free_slots.Give(slot);
   if (list.code == absl::StatusCode::kAborted) AbortList(list);
