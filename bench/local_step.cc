@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "bench/decode_kernels.h"
 #include "bench/synthetic_pages.h"
+#include "client/step_args.h"
 #include "kernels/score.h"
 #include "kernels/select.h"
 #include "kernels/summarize.h"
@@ -214,22 +215,13 @@ void LocalStep::Select(int layer, cudaStream_t stream) {
   Memory& m = *memory_;
   const KvGeometry& g = shape_.geometry;
   const size_t at = static_cast<size_t>(layer) * Rows(options_);
-  const ScoreArgs score = {.num_sequences = options_.max_sequences,
-                           .num_kv_heads = shape_.num_heads(),
-                           .group = g.group(),
-                           .head_dim = g.head_dim,
-                           .page_tokens = g.page_tokens,
-                           .rank = g.rank,
-                           .dtype = g.dtype,
-                           .softmax_scale = g.softmax_scale,
-                           .logit_softcap = g.logit_softcap,
-                           .query = m.rotated.data(),
-                           .coarse = m.coarse_at.data() + at,
-                           .fine = m.fine_at.data() + at,
-                           .page_capacity = m.capacities.data(),
-                           .num_pages = m.num_pages.data(),
-                           .lse_stride = m.lse_stride,
-                           .lse = m.lse.data()};
+  ScoreArgs score = ScoreArgsOf(shape_, options_.max_sequences, m.rotated.data());
+  score.coarse = m.coarse_at.data() + at;
+  score.fine = m.fine_at.data() + at;
+  score.page_capacity = m.capacities.data();
+  score.num_pages = m.num_pages.data();
+  score.lse_stride = m.lse_stride;
+  score.lse = m.lse.data();
   SelectArgs select = {.num_sequences = options_.max_sequences,
                        .num_kv_heads = shape_.num_heads(),
                        .group = g.group(),
@@ -283,7 +275,6 @@ void LocalStep::Select(int layer, cudaStream_t stream) {
 absl::Status LocalStep::Run(int layer, const BatchInput& input, const BatchOutput& output,
                             cudaStream_t stream) {
   Memory& m = *memory_;
-  const KvGeometry& g = shape_.geometry;
   KVD_CUDA_OK(LaunchBeginLayer({.shape = step_shape_,
                                 .layer = layer,
                                 .rows = m.rows.data(),
@@ -310,21 +301,13 @@ absl::Status LocalStep::Run(int layer, const BatchInput& input, const BatchOutpu
                                .units = units,
                                .num_units = num_units},
                               stream));
-  KVD_CUDA_OK(LaunchAttend({.num_sequences = options_.max_sequences,
-                            .num_kv_heads = shape_.num_heads(),
-                            .group = g.group(),
-                            .head_dim = g.head_dim,
-                            .page_tokens = g.page_tokens,
-                            .dtype = g.dtype,
-                            .softmax_scale = g.softmax_scale,
-                            .logit_softcap = g.logit_softcap,
-                            .query = input.q,
-                            .max_units = max_units_,
-                            .units = units,
-                            .num_units = num_units,
-                            .o = output.o,
-                            .lse = output.lse},
-                           stream));
+  AttendArgs attend = AttendArgsOf(shape_, options_.max_sequences, input.q);
+  attend.max_units = max_units_;
+  attend.units = units;
+  attend.num_units = num_units;
+  attend.o = output.o;
+  attend.lse = output.lse;
+  KVD_CUDA_OK(LaunchAttend(attend, stream));
   return absl::OkStatus();
 }
 

@@ -4,7 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/decode_batch_impl.h"
-#include "kernels/rotate.h"
+#include "client/step_args.h"
 #include "proto/status.h"
 
 namespace kvd {
@@ -60,22 +60,13 @@ absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const Ba
 absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStream_t stream) {
   const KvGeometry& g = shape.geometry;
   const size_t at = static_cast<size_t>(layer) * static_cast<size_t>(options.max_sequences);
-  const ScoreArgs score = {.num_sequences = options.max_sequences,
-                           .num_kv_heads = num_heads(),
-                           .group = g.group(),
-                           .head_dim = g.head_dim,
-                           .page_tokens = g.page_tokens,
-                           .rank = g.rank,
-                           .dtype = g.dtype,
-                           .softmax_scale = g.softmax_scale,
-                           .logit_softcap = g.logit_softcap,
-                           .query = query,
-                           .coarse = coarse.data() + at,
-                           .fine = fine.data() + at,
-                           .page_capacity = capacities.data(),
-                           .num_pages = tables.num_pages,
-                           .lse_stride = lse_stride,
-                           .lse = lse.data()};
+  ScoreArgs score = ScoreArgsOf(shape, options.max_sequences, query);
+  score.coarse = coarse.data() + at;
+  score.fine = fine.data() + at;
+  score.page_capacity = capacities.data();
+  score.num_pages = tables.num_pages;
+  score.lse_stride = lse_stride;
+  score.lse = lse.data();
   SelectArgs select = {.num_sequences = options.max_sequences,
                        .num_kv_heads = num_heads(),
                        .group = g.group(),
@@ -142,27 +133,16 @@ ResolveBatch DecodeBatch::Impl::ResolveOf(int layer) const {
 absl::Status DecodeBatch::Impl::Attend(const BatchInput& input, const UnitRef* list,
                                        const int32_t* counts, int max_list, float* o,
                                        float* lse_out, cudaStream_t stream) {
-  const KvGeometry& g = shape.geometry;
-  return GpuStatus(LaunchAttend({.num_sequences = options.max_sequences,
-                                 .num_kv_heads = num_heads(),
-                                 .group = g.group(),
-                                 .head_dim = g.head_dim,
-                                 .page_tokens = g.page_tokens,
-                                 .dtype = g.dtype,
-                                 .softmax_scale = g.softmax_scale,
-                                 .logit_softcap = g.logit_softcap,
-                                 .query = input.q,
-                                 .max_units = max_list,
-                                 .units = list,
-                                 .num_units = counts,
-                                 .o = o,
-                                 .lse = lse_out},
-                                stream),
-                   kWhat);
+  AttendArgs args = AttendArgsOf(shape, options.max_sequences, input.q);
+  args.max_units = max_list;
+  args.units = list;
+  args.num_units = counts;
+  args.o = o;
+  args.lse = lse_out;
+  return GpuStatus(LaunchAttend(args, stream), kWhat);
 }
 
-// --- host-driven: the misses travel by the daemons' fetchers while the hits are attended
-// -----------------
+// --- host-driven: the misses travel by the daemons' fetchers while the hits are attended ---------
 
 absl::Status DecodeBatch::Impl::FetchOnHost(int layer, const BatchInput& input,
                                             const BatchOutput& output, cudaStream_t stream) {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "client/step_args.h"
 #include "kernels/append.h"
 #include "kernels/check.h"
 #include "kernels/mass.h"
@@ -221,21 +222,13 @@ void DecodeStep::AttendFetched(const StepInput& input, const StepOutput& output)
 }
 
 void DecodeStep::Attend(const StepInput& input, float* o, float* lse) {
-  const KvGeometry& g = shape_.geometry;
-  ref::Attend({.num_sequences = 1,
-               .num_kv_heads = shape_.num_heads(),
-               .group = g.group(),
-               .head_dim = g.head_dim,
-               .page_tokens = g.page_tokens,
-               .dtype = g.dtype,
-               .softmax_scale = g.softmax_scale,
-               .logit_softcap = g.logit_softcap,
-               .query = input.q,
-               .max_units = static_cast<int>(max_units_),
-               .units = units_.data(),
-               .num_units = num_units_.data(),
-               .o = o,
-               .lse = lse});
+  AttendArgs args = AttendArgsOf(shape_, 1, input.q);
+  args.max_units = static_cast<int>(max_units_);
+  args.units = units_.data();
+  args.num_units = num_units_.data();
+  args.o = o;
+  args.lse = lse;
+  ref::Attend(args);
 }
 
 void DecodeStep::MarkAttended(int head) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "client/step_args.h"
 #include "kernels/score.h"
 #include "kernels/select.h"
 
@@ -39,22 +40,14 @@ ScanModel ScanModel::Measure(const WorkerShape& shape) {
   const uint8_t* fine_base = fine.data();
   const int64_t capacity = kSamplePages;
   int32_t num_pages = kSamplePages;
-  const ScoreArgs score = {.num_sequences = 1,
-                           .num_kv_heads = 1,
-                           .group = g.group(),
-                           .head_dim = g.head_dim,
-                           .page_tokens = g.page_tokens,
-                           .rank = g.rank,
-                           .dtype = g.dtype,
-                           .softmax_scale = g.softmax_scale,
-                           .logit_softcap = g.logit_softcap,
-                           .query = query.data(),
-                           .coarse = &coarse_base,
-                           .fine = &fine_base,
-                           .page_capacity = &capacity,
-                           .num_pages = &num_pages,
-                           .lse_stride = kSamplePages,
-                           .lse = lse.data()};
+  ScoreArgs score = ScoreArgsOf(shape, 1, query.data());
+  score.num_kv_heads = 1;
+  score.coarse = &coarse_base;
+  score.fine = &fine_base;
+  score.page_capacity = &capacity;
+  score.num_pages = &num_pages;
+  score.lse_stride = kSamplePages;
+  score.lse = lse.data();
   ScanModel model;
   const double full = Seconds([&] { ref::ScoreFull(score); });
   const double coarse_only = Seconds([&] { ref::ScoreCoarse(score); });

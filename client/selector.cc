@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "client/step_args.h"
 #include "kernels/check.h"
 #include "kernels/rotate.h"
 #include "kernels/score.h"
@@ -65,22 +66,13 @@ const Selection& Selector::Run(int layer, SequencePages& pages, const uint16_t* 
   const uint8_t* fine = pages.mirror().fine(layer);
   const int64_t capacity = page_capacity_;
   const uint64_t* selectable = pages.selectable();
-  const ScoreArgs score = {.num_sequences = 1,
-                           .num_kv_heads = shape_.num_heads(),
-                           .group = g.group(),
-                           .head_dim = g.head_dim,
-                           .page_tokens = g.page_tokens,
-                           .rank = g.rank,
-                           .dtype = g.dtype,
-                           .softmax_scale = g.softmax_scale,
-                           .logit_softcap = g.logit_softcap,
-                           .query = query,
-                           .coarse = &coarse,
-                           .fine = &fine,
-                           .page_capacity = &capacity,
-                           .num_pages = &num_pages,
-                           .lse_stride = page_capacity_,
-                           .lse = lse_.data()};
+  ScoreArgs score = ScoreArgsOf(shape_, 1, query);
+  score.coarse = &coarse;
+  score.fine = &fine;
+  score.page_capacity = &capacity;
+  score.num_pages = &num_pages;
+  score.lse_stride = page_capacity_;
+  score.lse = lse_.data();
   const SelectArgs select = {.num_sequences = 1,
                              .num_kv_heads = shape_.num_heads(),
                              .group = g.group(),
