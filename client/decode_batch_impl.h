@@ -28,7 +28,7 @@ namespace kvd {
 struct DecodeBatch::Impl {
   static constexpr int kTableCopies = 4;
   static constexpr int kMaxArenas = 256;
-  static constexpr int kMaxUpdates = 4096;  // pages of one launch
+  static constexpr size_t kMaxUpdates = 4096;  // pages that change before a step, without a wait
 
   // A joined sequence.
   struct Row {
@@ -82,7 +82,7 @@ struct DecodeBatch::Impl {
   absl::Status BeginStep(cudaStream_t stream);
   absl::Status EndStep(cudaStream_t stream);
   absl::Status TakeFigures(Flight& flight, bool wait);
-  absl::Status ApplyChanges(int n, Flight& flight, cudaStream_t stream);
+  absl::Status ApplyChanges(int n, Flight& flight, size_t* used, cudaStream_t stream);
   void DropLostArenas();
   PagePlace PlaceOf(SequencePages& pages, int page, int shard_pos);
   uint32_t ArenaOf(const std::shared_ptr<PageSource>& source);

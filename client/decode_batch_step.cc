@@ -58,28 +58,36 @@ void DecodeBatch::Impl::DropLostArenas() {
   }
 }
 
-absl::Status DecodeBatch::Impl::ApplyChanges(int n, Flight& flight, cudaStream_t stream) {
+// The step's lists of changes, of all rows one after another, stay in pinned memory until the step
+// is done: no wait, unless they are more than it holds (a whole daemon's pages).
+absl::Status DecodeBatch::Impl::ApplyChanges(int n, Flight& flight, size_t* used,
+                                             cudaStream_t stream) {
   Row& row = rows[static_cast<size_t>(n)];
   const std::span<const PageChange> changes = row.pages->TakeChanges();
-  const int shards = shape.num_shards();
-  for (size_t first = 0; first < changes.size(); first += kMaxUpdates) {
-    const size_t count = std::min<size_t>(changes.size() - first, kMaxUpdates);
+  const auto shards = static_cast<size_t>(shape.num_shards());
+  for (size_t first = 0; first < changes.size();) {
+    if (*used == kMaxUpdates) {
+      KVD_RETURN_IF_ERROR(GpuStatus(cudaStreamSynchronize(stream), kWhat));
+      *used = 0;
+    }
+    const size_t count = std::min(changes.size() - first, kMaxUpdates - *used);
+    PageUpdate* const updates = flight.updates.data() + *used;
+    PagePlace* const places = flight.update_places.data() + *used * shards;
     for (size_t i = 0; i < count; ++i) {
       const PageChange& change = changes[first + i];
-      flight.updates[i] = {change.page,
-                           (row.pages->is_selectable(change.page) ? PageUpdate::kSelectable : 0u) |
-                               (change.forget ? PageUpdate::kForget : 0u)};
-      for (int s = 0; s < shards; ++s) {
-        flight.update_places[i * static_cast<size_t>(shards) + static_cast<size_t>(s)] =
-            PlaceOf(*row.pages, change.page, s);
+      updates[i] = {change.page,
+                    (row.pages->is_selectable(change.page) ? PageUpdate::kSelectable : 0u) |
+                        (change.forget ? PageUpdate::kForget : 0u)};
+      for (size_t s = 0; s < shards; ++s) {
+        places[i * shards + s] = PlaceOf(*row.pages, change.page, static_cast<int>(s));
       }
     }
     // The row's maps are one (layer, head) after the other: the first one's addresses and the
     // capacity give all.
     const PageUpdateArgs args = {.num_updates = static_cast<int>(count),
-                                 .num_shards = shards,
-                                 .updates = flight.updates.data(),
-                                 .new_places = flight.update_places.data(),
+                                 .num_shards = shape.num_shards(),
+                                 .updates = updates,
+                                 .new_places = places,
                                  .places = row.places.data(),
                                  .selectable = row.selectable.data(),
                                  .num_cache_rows = static_cast<int>(shape.units_per_page()),
@@ -89,9 +97,8 @@ absl::Status DecodeBatch::Impl::ApplyChanges(int n, Flight& flight, cudaStream_t
                                  .slot_page = row.slot_page.data(),
                                  .slot_step = row.slot_step.data()};
     KVD_RETURN_IF_ERROR(GpuStatus(LaunchPageUpdates(args, stream), kWhat));
-    // The pinned lists are this row's alone until the kernel has read them. A whole daemon's pages:
-    // the exception.
-    KVD_RETURN_IF_ERROR(GpuStatus(cudaStreamSynchronize(stream), kWhat));
+    *used += count;
+    first += count;
   }
   return absl::OkStatus();
 }
@@ -145,10 +152,11 @@ absl::Status DecodeBatch::Impl::BeginStep(cudaStream_t stream) {
     if (absl::Status begun = rows[n].pages->BeginStep(now); !begun.ok())
       return Annotate(begun, absl::StrCat("row ", n));
   }
+  size_t used = 0;  // of the flight's lists of changes
   for (size_t n = 0; n < rows.size(); ++n) {
     const Row& row = rows[n];
     if (row.pages != nullptr)
-      KVD_RETURN_IF_ERROR(ApplyChanges(static_cast<int>(n), flight, stream));
+      KVD_RETURN_IF_ERROR(ApplyChanges(static_cast<int>(n), flight, &used, stream));
     StepRow& entry = flight.tables.rows[n];
     entry = row.pages != nullptr ? RowOf(*row.pages) : StepRow();
     entry.places = row.places.data();
