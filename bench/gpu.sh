@@ -3,18 +3,19 @@
 # prints one table.
 # usage: gpu.sh [tests] [bench] [peers] [table]      (default: all four)
 #   tests   every test labelled gpu; needs root for the daemon's namespaces, else does without
-#   bench   decode_bench: Llama-3.1-8B at 32K, 128K, 512K and a 4-KV-head shape at 1M, up to 512K tokens in all
+#   bench   step_bench: one layer over local KV, 16K to 4M tokens; decode_bench: Llama-3.1-8B at 32K, 128K, 512K and a
+#           4-KV-head shape at 1M, up to 512K tokens in all
 #   peers   dense attention, the authors' step, NIXL, UCX's own messages: what of them python3 finds
 #   table   figures, ratios and checks of all that ran, into decode_bench.json
 #   KVD_OUT      folder of logs and results; default: results beside this script
-#   KVD_QUICK=1  32K and 128K tokens only, without the 4-KV-head shape
+#   KVD_QUICK=1  32K and 128K tokens only, without the 4-KV-head shape and step_bench
 #   KVD_COMMIT   commit of the bundle; default: the file commit in it
 #   KVD_DAEMON_GPU  the daemon's GPU, default 0; the worker's is 0
 #   KVD_UCX      folder libucx of the wheel libucx-cu13, for UCX's own messages
 # Python packages of the peers: torch, numpy, fa3-fwd 0.0.3, locks-kv 0.1.4, nixl-cu13 1.5.1, on PYTHONPATH.
 # Exits 1 if a test or a check failed. Leave the machine alone meanwhile: it takes its GPU whole.
 set -uo pipefail
-case " $* " in *" -h "* | *" --help "*) sed -n '2,15p' "$0" | cut -c3-; exit 0 ;; esac
+case " $* " in *" -h "* | *" --help "*) sed -n '2,16p' "$0" | cut -c3-; exit 0 ;; esac
 here=$(cd "$(dirname "$0")" && pwd)
 [ -d "$here/bin" ] || here=$(cd "$here/../out/bundle" 2>/dev/null && pwd) || {
   echo "gpu.sh: expected bin/ beside this script or ../out/bundle: run deploy/bundle.sh first" >&2; exit 2; }
@@ -27,7 +28,13 @@ failed=0
 
 llama=(--shape=llama --tokens=32K,128K,512K --batch=1,4,16 --most_tokens=512K)
 hk4=(--shape=hk4 --tokens=1M --batch=1)
-[ -z "${KVD_QUICK:-}" ] || llama=(--shape=llama --tokens=32K,128K --batch=1,4 --most_tokens=128K)
+# What decode_bench and step_bench run, for the peers.
+llama_cases=1x16K,1x32K,1x128K,1x256K,1x512K,1x1M,4x32K,16x32K,4x128K,8x32K,8x128K,1x4M
+hk4_cases=1x128K,1x1M
+if [ -n "${KVD_QUICK:-}" ]; then
+  llama=(--shape=llama --tokens=32K,128K --batch=1,4 --most_tokens=128K)
+  llama_cases=1x32K,1x128K,4x32K
+fi
 daemon_gpu=${KVD_DAEMON_GPU:-0}
 bench_flags=(--commit="$commit" --fetches --fill_threads="$(nproc)" --daemon_gpu="$daemon_gpu")
 [ "$(id -u)" -ne 0 ] || bench_flags+=(--own_namespaces)
@@ -49,6 +56,10 @@ run_tests() {
 }
 
 run_bench() {
+  if [ -z "${KVD_QUICK:-}" ]; then
+    "$bin/step_bench" --commit="$commit" --json="$out/step.json" >"$out/step.log" 2>"$out/step.err" || failed=1
+    cat "$out/step.log"; tail -n 3 "$out/step.err"
+  fi
   "$bin/decode_bench" "${llama[@]}" "${bench_flags[@]}" --json="$out/llama.json" >"$out/llama.log" 2>"$out/llama.err" || failed=1
   cat "$out/llama.log"; tail -n 3 "$out/llama.err"
   [ -z "${KVD_QUICK:-}" ] || return 0
@@ -78,12 +89,11 @@ run_peers() {
     echo "gpu.sh: no peers: python3 has no torch"
     return
   fi
-  peer dense_attention python3 "$bin/peers/dense_attention.py" "${llama[@]}"
-  peer locks_step python3 "$bin/peers/locks_step.py" "${llama[@]}"
-  if [ -z "${KVD_QUICK:-}" ]; then
-    peer dense_attention_hk4 python3 "$bin/peers/dense_attention.py" "${hk4[@]}"
-    peer locks_step_hk4 python3 "$bin/peers/locks_step.py" "${hk4[@]}"
-  fi
+  local peer_name
+  for peer_name in dense_attention locks_step; do
+    peer "$peer_name" python3 "$bin/peers/$peer_name.py" --shape=llama --cases="$llama_cases"
+    [ -n "${KVD_QUICK:-}" ] || peer "${peer_name}_hk4" python3 "$bin/peers/$peer_name.py" --shape=hk4 --cases="$hk4_cases"
+  done
   run_nixl
   [ -z "${KVD_UCX:-}" ] || peer ucx_am python3 "$bin/peers/ucx_am.py" "$KVD_UCX"
   cat "$out/peers.jsonl"

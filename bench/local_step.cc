@@ -7,9 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "bench/decode_kernels.h"
 #include "bench/synthetic_pages.h"
+#include "client/batch_scan.h"
 #include "client/step_args.h"
-#include "kernels/score.h"
-#include "kernels/select.h"
 #include "kernels/summarize.h"
 #include "tests/support/oracle.h"
 
@@ -222,7 +221,7 @@ void LocalStep::Select(int layer, cudaStream_t stream) {
   score.num_pages = m.num_pages.data();
   score.lse_stride = m.lse_stride;
   score.lse = m.lse.data();
-  SelectArgs select = {.num_sequences = options_.max_sequences,
+  const SelectArgs select = {.num_sequences = options_.max_sequences,
                        .num_kv_heads = shape_.num_heads(),
                        .group = g.group(),
                        .rule = options_.step.rule,
@@ -242,34 +241,13 @@ void LocalStep::Select(int layer, cudaStream_t stream) {
                        .log_norm = m.log_norm.data(),
                        .num_faults = nullptr,
                        .scratch = nullptr};
-  if (options_.step.scan == ScanMode::kFull) {
-    KVD_CUDA_OK(LaunchScoreFull(score, stream));
-    KVD_CUDA_OK(LaunchSelect(select, stream));
-    return;
-  }
-  KVD_CUDA_OK(LaunchScoreCoarse(score, stream));
-  SelectArgs choose = select;
-  choose.num_select = m.chosen_per_row;
-  choose.pages = m.chosen.data();
-  choose.num_selected = m.num_chosen.data();
-  KVD_CUDA_OK(LaunchSelect(choose, stream));
-  KVD_CUDA_OK(LaunchListCandidates({.num_rows = options_.max_sequences,
-                                    .num_kv_heads = shape_.num_heads(),
-                                    .n_win = options_.step.n_win,
-                                    .max_chosen = m.chosen_per_row,
-                                    .max_candidates = m.candidates_per_row,
-                                    .rows = m.rows.data(),
-                                    .chosen = m.chosen.data(),
-                                    .num_chosen = m.num_chosen.data(),
-                                    .candidates = m.candidates.data(),
-                                    .num_candidates = m.num_candidates.data()},
-                                   stream));
-  KVD_CUDA_OK(LaunchScoreRefine(
-      {score, m.candidates_per_row, m.candidates.data(), m.num_candidates.data()}, stream));
-  select.max_candidates = m.candidates_per_row;
-  select.candidates = m.candidates.data();
-  select.num_candidates = m.num_candidates.data();
-  KVD_CUDA_OK(LaunchSelect(select, stream));
+  const CandidateLists lists = {.max_chosen = m.chosen_per_row,
+                                .max_candidates = m.candidates_per_row,
+                                .chosen = m.chosen.data(),
+                                .num_chosen = m.num_chosen.data(),
+                                .candidates = m.candidates.data(),
+                                .num_candidates = m.num_candidates.data()};
+  KVD_CUDA_OK(LaunchPageSelection(options_.step.scan, score, select, m.rows.data(), lists, stream));
 }
 
 absl::Status LocalStep::Run(int layer, const BatchInput& input, const BatchOutput& output,

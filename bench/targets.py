@@ -39,6 +39,19 @@ TARGETS = [
     ("GPU attend, batch 32, us", "gpu_kernel_bench.json", "attend 32 x 2048 tokens", "us", 67.6),
     ("GPU summarize, E1S, million units a second", "gpu_kernel_bench.json",
      "summarize 102,400 units, E1S", "value", 20),
+    *[(f"GPU step of a layer, dense over ours: {case}", "step_bench.json", f"{case}, dense over the step", "ratio", bound)
+      for case, bound in (("llama 1 x 1M", 7), ("llama 1 x 256K", 4.5), ("llama 1 x 128K", 3.3), ("llama 1 x 32K", 1.9),
+                          ("llama 1 x 16K", 1.3), ("llama 8 x 128K", 6), ("llama 8 x 32K", 3.5), ("hk4 1 x 1M", 5.5),
+                          ("hk4 1 x 128K", 2.2))],
+    *[(f"GPU step of a layer, progressive, dense over ours: {case}", "step_bench.json",
+       f"{case}, dense over the step, progressive scan", "ratio", bound)
+      for case, bound in (("llama 1 x 1M", 12), ("llama 1 x 4M", 22), ("llama 8 x 128K", 8))],
+    *[(f"GPU step of a layer, the authors' over ours: {case}", "step_bench.json", f"{case}, authors over the step", "ratio",
+       bound)
+      for case, bound in (("llama 1 x 1M", 2), ("llama 1 x 256K", 2), ("llama 1 x 128K", 1.6), ("llama 1 x 32K", 1.4),
+                          ("llama 1 x 16K", 1.2), ("hk4 1 x 1M", 3), ("hk4 1 x 128K", 1.6))],
+    ("GPU step in a graph of 32 layers over 32 single ones: llama 1 x 128K", "step_bench.json",
+     "llama 1 x 128K, step of a layer, graph of 32 over 32 single ones", "us", 1.05),
     ("step, pool over local: llama 1 x 32K", "decode_bench.json", "llama 1 x 32K, pool over local, warm", "us", 1.1),
     ("step, pool over local: llama 1 x 128K", "decode_bench.json", "llama 1 x 128K, pool over local, warm", "us", 1.1),
     ("step, pool over local: llama 1 x 512K", "decode_bench.json", "llama 1 x 512K, pool over local, warm", "us", 1.1),
@@ -91,23 +104,23 @@ def load(folder, name):
 
 def main(folder):
     short = 0
-    print(f"{'target':50} {'figure':>9} {'bound':>10}  {'':5} {'commit':14} machine")
+    print(f"{"target":72} {'figure':>9} {'bound':>10}  {'':5} {'commit':14} machine")
     for name, file, figure, field, bound in TARGETS:
         results = load(folder, file)
         found = [f for f in results["figures"] if f["name"] == figure] if results else []
         if not found:
             short += 1
-            print(f"{name:50} {'-':>9} {bound or 0:10.3f}  short no result: {folder}/{file} has no {figure}")
+            print(f"{name:72} {'-':>9} {bound or 0:10.3f}  short no result: {folder}/{file} has no {figure}")
             continue
         if bound is None:
             value = found[0][field]
-            print(f"{name:50} {value:9.3f} {'':10}  shown {results['commit']:14} {results['machine']}")
+            print(f"{name:72} {value:9.3f} {'':10}  shown {results['commit']:14} {results['machine']}")
             continue
         at_most = field == "us"
         value = found[0]["value" if at_most else field]
         verdict = "ok" if (value <= bound if at_most else value >= bound) else "short"
         short += verdict == "short"
-        print(f"{name:50} {value:9.3f} {'<=' if at_most else '>='}{bound:8.3f}  {verdict:5} {results['commit']:14} {results['machine']}")
+        print(f"{name:72} {value:9.3f} {'<=' if at_most else '>='}{bound:8.3f}  {verdict:5} {results['commit']:14} {results['machine']}")
     return 1 if short else 0
 
 

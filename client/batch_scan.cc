@@ -32,4 +32,40 @@ ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t nu
                                                                      : ScanMode::kFull;
 }
 
+cudaError_t LaunchPageSelection(ScanMode scan, const ScoreArgs& score, const SelectArgs& select,
+                                const StepRow* rows, const CandidateLists& lists,
+                                cudaStream_t stream) {
+  if (scan == ScanMode::kFull) {
+    const cudaError_t scored = LaunchScoreFull(score, stream);
+    return scored != cudaSuccess ? scored : LaunchSelect(select, stream);
+  }
+  SelectArgs choose = select;
+  choose.num_select = lists.max_chosen;
+  choose.pages = lists.chosen;
+  choose.num_selected = lists.num_chosen;
+  SelectArgs among = select;
+  among.max_candidates = lists.max_candidates;
+  among.candidates = lists.candidates;
+  among.num_candidates = lists.num_candidates;
+  cudaError_t error = LaunchScoreCoarse(score, stream);
+  if (error == cudaSuccess) error = LaunchSelect(choose, stream);
+  if (error == cudaSuccess) {
+    error = LaunchListCandidates({.num_rows = select.num_sequences,
+                                  .num_kv_heads = select.num_kv_heads,
+                                  .n_win = select.n_win,
+                                  .max_chosen = lists.max_chosen,
+                                  .max_candidates = lists.max_candidates,
+                                  .rows = rows,
+                                  .chosen = lists.chosen,
+                                  .num_chosen = lists.num_chosen,
+                                  .candidates = lists.candidates,
+                                  .num_candidates = lists.num_candidates},
+                                 stream);
+  }
+  if (error == cudaSuccess) {
+    error = LaunchScoreRefine({score, lists.max_candidates, lists.candidates, lists.num_candidates}, stream);
+  }
+  return error == cudaSuccess ? LaunchSelect(among, stream) : error;
+}
+
 }  // namespace kvd

@@ -1,15 +1,23 @@
-// Which scan of the records a batch on a GPU runs.
+// Which scan of the records a batch on a GPU runs, and its launches.
 //
 // Why a model and not a measurement: a captured step fixes the scan at Plan, and two workers of one kind should not
 // differ for a coin toss. The rates are of an H200 (bench/results/decode_bench.json); on another card the ratio of the
-// two scans, which is all that counts, is much the same. Thread safety: pure functions.
+// two scans, which is all that counts, is much the same. Thread safety: pure functions, and a launcher that
+// enqueues only. Built with KVD_CUDA only.
 
 #ifndef LOCKS_KVD_CLIENT_BATCH_SCAN_H_
 #define LOCKS_KVD_CLIENT_BATCH_SCAN_H_
 
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
 #include "client/scan_model.h"
 #include "client/step_options.h"
 #include "client/worker_shape.h"
+#include "kernels/score.h"
+#include "kernels/select.h"
+#include "kernels/step.h"
 
 namespace kvd {
 
@@ -19,6 +27,22 @@ ScanEstimate EstimateBatchScan(const WorkerShape& shape, int num_sequences, int6
 // `asked`, or for kAuto the progressive scan if it wins by at least 10%. Never progressive where the candidates are all pages.
 ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages, int64_t num_candidates,
                          ScanMode asked);
+
+// Where a progressive scan keeps its candidates. Lists are one per (sequence, KV head).
+struct CandidateLists {
+  int max_chosen = 0;      // StepOptions::candidates, at most the pages there are
+  int max_candidates = 0;  // and the always-kept pages
+  int32_t* chosen = nullptr;          // [N, Hk, max_chosen]
+  int32_t* num_chosen = nullptr;      // [N, Hk]
+  int32_t* candidates = nullptr;      // [N, Hk, max_candidates]
+  int32_t* num_candidates = nullptr;  // [N, Hk]
+};
+
+// The pages of one layer: score and select, with the progressive scan the candidates between.
+// `select` names the lse of `score` and no candidates; `rows` [N] are the step's, read by the progressive scan only.
+// Stream: enqueues on `stream` only, capturable. Errors: the launchers'.
+[[nodiscard]] cudaError_t LaunchPageSelection(ScanMode scan, const ScoreArgs& score, const SelectArgs& select,
+                                              const StepRow* rows, const CandidateLists& lists, cudaStream_t stream);
 
 }  // namespace kvd
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "client/batch_scan.h"
 #include "client/decode_batch_impl.h"
 #include "client/step_args.h"
 #include "proto/status.h"
@@ -67,7 +68,7 @@ absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStr
   score.num_pages = tables.num_pages;
   score.lse_stride = lse_stride;
   score.lse = lse.data();
-  SelectArgs select = {.num_sequences = options.max_sequences,
+  const SelectArgs select = {.num_sequences = options.max_sequences,
                        .num_kv_heads = num_heads(),
                        .group = g.group(),
                        .rule = options.step.rule,
@@ -87,34 +88,13 @@ absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStr
                        .log_norm = log_norm.data(),
                        .num_faults = nullptr,
                        .scratch = nullptr};
-  if (scan == ScanMode::kFull) {
-    KVD_RETURN_IF_ERROR(GpuStatus(LaunchScoreFull(score, stream), kWhat));
-    return GpuStatus(LaunchSelect(select, stream), kWhat);
-  }
-  KVD_RETURN_IF_ERROR(GpuStatus(LaunchScoreCoarse(score, stream), kWhat));
-  SelectArgs choose = select;
-  choose.num_select = max_chosen;
-  choose.pages = chosen.data();
-  choose.num_selected = num_chosen.data();
-  KVD_RETURN_IF_ERROR(GpuStatus(LaunchSelect(choose, stream), kWhat));
-  KVD_RETURN_IF_ERROR(GpuStatus(LaunchListCandidates({.num_rows = options.max_sequences,
-                                                      .num_kv_heads = num_heads(),
-                                                      .n_win = options.step.n_win,
-                                                      .max_chosen = max_chosen,
-                                                      .max_candidates = max_candidates,
-                                                      .rows = tables.rows,
-                                                      .chosen = chosen.data(),
-                                                      .num_chosen = num_chosen.data(),
-                                                      .candidates = candidates.data(),
-                                                      .num_candidates = num_candidates.data()},
-                                                     stream),
-                                kWhat));
-  const RefineArgs refine = {score, max_candidates, candidates.data(), num_candidates.data()};
-  KVD_RETURN_IF_ERROR(GpuStatus(LaunchScoreRefine(refine, stream), kWhat));
-  select.max_candidates = max_candidates;
-  select.candidates = candidates.data();
-  select.num_candidates = num_candidates.data();
-  return GpuStatus(LaunchSelect(select, stream), kWhat);
+  const CandidateLists lists = {.max_chosen = max_chosen,
+                                .max_candidates = max_candidates,
+                                .chosen = chosen.data(),
+                                .num_chosen = num_chosen.data(),
+                                .candidates = candidates.data(),
+                                .num_candidates = num_candidates.data()};
+  return GpuStatus(LaunchPageSelection(scan, score, select, tables.rows, lists, stream), kWhat);
 }
 
 ResolveBatch DecodeBatch::Impl::ResolveOf(int layer) const {

@@ -1,6 +1,6 @@
 """Dense decode attention over local KV on one GPU: FlashAttention-3 (wheel fa3-fwd) and cuDNN (through PyTorch).
 
-usage: dense_attention.py --shape=llama|hk4 --tokens=32K,... --batch=1,... [--most_tokens=512K]
+usage: dense_attention.py --shape=llama|hk4 --cases=1x32K,4x128K,...
 Microseconds of one layer in a CUDA graph; the layers of a step take turns over a few layers' buffers, past the L2.
 """
 

@@ -16,20 +16,15 @@ def tokens_of(text):
 
 
 def cases():
-    """(name, layers, KV heads, group, batch, tokens) of the command line, named as decode_bench names them."""
+    """(name, layers, KV heads, group, batch, tokens) of the command line, named as decode_bench and step_bench name them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="llama", choices=SHAPES)
-    parser.add_argument("--tokens", default="32K")
-    parser.add_argument("--batch", default="1")
-    parser.add_argument("--most_tokens", default="")
+    parser.add_argument("--cases", default="1x32K", help="sequences x tokens of each, such as 1x32K,4x128K")
     args = parser.parse_args()
     layers, heads, group = SHAPES[args.shape]
-    most = tokens_of(args.most_tokens) if args.most_tokens else 1 << 60
-    for length in args.tokens.split(","):
-        for batch in args.batch.split(","):
-            tokens = tokens_of(length)
-            if tokens * int(batch) <= most:
-                yield f"{args.shape} {batch} x {length}", layers, heads, group, int(batch), tokens
+    for case in args.cases.split(","):
+        batch, length = case.split("x")
+        yield f"{args.shape} {batch} x {length}", layers, heads, group, int(batch), tokens_of(length)
 
 
 def num_buffers(case_bytes, most=6):

@@ -1,6 +1,7 @@
 """One table of the parts that bench/gpu.sh ran: figures, what they are compared with, checks.
 
-usage: gpu_table.py FOLDER      FOLDER/llama.json, hk4.json (decode_bench), peers.jsonl, tests.txt -> FOLDER/decode_bench.json
+usage: gpu_table.py FOLDER      FOLDER/step.json (step_bench), llama.json, hk4.json (decode_bench), peers.jsonl, tests.txt
+                                -> FOLDER/step_bench.json, FOLDER/decode_bench.json
 A part that did not run is said, not made up. Exits 1 if a check failed.
 """
 
@@ -9,8 +10,8 @@ import pathlib
 import sys
 
 
-def parts_of(folder):
-    for name in ("llama.json", "hk4.json"):
+def parts_of(folder, names):
+    for name in names:
         path = folder / name
         if path.exists():
             yield json.loads(path.read_text())
@@ -31,8 +32,23 @@ def figure(name, value, unit, limit=0, ratio=0):
     return dict(name=name, value=value, unit=unit, limit=limit, ratio=ratio)
 
 
+def layers_compared(values, peers):
+    """Ratios of a peer's time of one layer to that of step_bench."""
+    figures = []
+    for name, peer in peers.items():
+        who, _, case = name.partition("/")
+        ours = [(scan, values.get(f"{case}, step of a layer{scan}")) for scan in ("", ", full scan", ", progressive scan")]
+        if who not in ("dense", "authors") or ours[0][1] is None:
+            continue
+        figures.append(figure(f"{case}, {who}, a layer", peer["us"], "us"))
+        for scan, us in ours:
+            if us:
+                figures.append(figure(f"{case}, {who} over the step{scan}", peer["us"] / us, "times", 1, peer["us"] / us))
+    return figures
+
+
 def compared(values, peers):
-    """Ratios of a peer's time to ours."""
+    """Ratios of a peer's time of a step to decode_bench's, and of fetches."""
     figures = []
     for name, peer in peers.items():
         who, _, case = name.partition("/")
@@ -62,30 +78,42 @@ def compared(values, peers):
     return figures
 
 
-def main(folder):
-    folder = pathlib.Path(folder)
-    parts, peers = list(parts_of(folder)), peers_of(folder)
-    figures = [f for part in parts for f in part["figures"]]
-    checks = [c for part in parts for c in part["checks"]]
-    values = {f["name"]: f["value"] for f in figures}
-    figures += compared(values, peers)
-    if "nixl" in peers:
-        checks.append(dict(name="every byte that NIXL brought", ok=peers["nixl"]["wrong"] == 0, detail=f"{peers['nixl']['wrong']} wrong"))
+def merged(bench, parts, figures, checks, peers):
     head = parts[0] if parts else dict(commit="unknown", machine="unknown", date="unknown")
-    merged = dict(bench="decode_bench", commit=head["commit"], machine=head["machine"], date=head["date"], figures=figures,
-                  checks=checks, peers={name: peer.get("who", "") for name, peer in peers.items()})
-    print(f"decode_bench  commit {merged['commit']}  machine {merged['machine']}")
+    print(f"{bench}  commit {head['commit']}  machine {head['machine']}")
     print(f"{'figure':76} {'value':>12} {'unit':6} {'limit':>12} {'ratio':>8}")
     for f in figures:
         limit = f"{f['limit']:12.3f}" if f["limit"] else " " * 12
         ratio = f"{f['ratio']:8.3f}" if f["ratio"] else ""
         print(f"{f['name']:76} {f['value']:12.3f} {f['unit']:6} {limit} {ratio}")
+    return dict(bench=bench, commit=head["commit"], machine=head["machine"], date=head["date"], figures=figures,
+                checks=checks, peers={name: peer.get("who", "") for name, peer in peers.items()})
+
+
+def main(folder):
+    folder = pathlib.Path(folder)
+    peers = peers_of(folder)
+    failed = []
+    for bench, names, compare in (
+        ("step_bench", ["step.json"], layers_compared),
+        ("decode_bench", ["llama.json", "hk4.json"], compared),
+    ):
+        parts = list(parts_of(folder, names))
+        if not parts:
+            continue
+        figures = [f for part in parts for f in part["figures"]]
+        checks = [c for part in parts for c in part["checks"]]
+        figures += compare({f["name"]: f["value"] for f in figures}, peers)
+        if bench == "decode_bench" and "nixl" in peers:
+            wrong = peers["nixl"]["wrong"]
+            checks.append(dict(name="every byte that NIXL brought", ok=wrong == 0, detail=f"{wrong} wrong"))
+        result = merged(bench, parts, figures, checks, peers)
+        (folder / f"{bench}.json").write_text(json.dumps(result, indent=1) + "\n")
+        failed += [check for check in checks if not check["ok"]]
     tests = folder / "tests.txt"
     print(tests.read_text() if tests.exists() else "gpu_table: tests: not run")
-    failed = [check for check in checks if not check["ok"]]
     for check in failed:
         print(f"CHECK FAILED: {check['name']}: {check['detail']}")
-    (folder / "decode_bench.json").write_text(json.dumps(merged, indent=1) + "\n")
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
 """The LOCKS authors' step (score, select, attend; wheel locks-kv) over local KV on one GPU.
 
-usage: locks_step.py --shape=llama|hk4 --tokens=32K,... --batch=1,... [--most_tokens=512K]
+usage: locks_step.py --shape=llama|hk4 --cases=1x32K,4x128K,...
 Microseconds of one layer in a CUDA graph, 2,048 attended tokens (126 chosen pages beside sink and window), in their fastest
 build: RKI4_MMA=1 RKI4_MMA_AOS=1 RKI4_MMA_ALLG=1 TORCH_CUDA_ARCH_LIST=9.0a, which this script sets unless the environment
 does. It is compiled when it is first used, which takes minutes.
