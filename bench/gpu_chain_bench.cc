@@ -105,6 +105,7 @@ void AddOne(int sequences, int thousand_tokens, Report* report) {
       o(rows * kGroup * kDim), out_lse(rows * kGroup);
   const DeviceArray<int32_t> chosen(rows * kSelect), num_chosen(rows), slots(rows * kSelect), misses(rows * kSelect),
       num_misses(rows);
+  const DeviceArray<uint8_t> scratch(SelectGpuScratchBytes(static_cast<int64_t>(rows), kGroup, pages));
   DeviceArray<uint64_t> step(1);
   uint64_t now = 0;
   const double us = MedianUs(
@@ -116,7 +117,7 @@ void AddOne(int sequences, int thousand_tokens, Report* report) {
                                      num_pages.data(), pages, lse.data()}, stream));
         KVD_CUDA_OK(LaunchSelect({sequences, kKvHeads, kGroup, CombineRule::kShare, 1, 1, kSelect, lse.data(), pages,
                                   num_pages.data(), nullptr, 0, nullptr, nullptr, chosen.data(), num_chosen.data(),
-                                  threshold.data(), log_norm.data(), nullptr, nullptr}, stream));
+                                  threshold.data(), log_norm.data(), nullptr, scratch.data()}, stream));
         KVD_CUDA_OK(LaunchResolve({static_cast<int>(rows), kSelect, kSlots, layer.resolve_rows(), chosen.data(),
                                    num_chosen.data(), step.data(), slots.data(), misses.data(), num_misses.data()},
                                   stream));

@@ -53,7 +53,7 @@ constexpr int kDim = 128, kTokens = 16, kRank = 8, kKvHeads = 8, kGroup = 4;
 constexpr float kScale = 0.08838834764831845f;  // 128^-1/2
 constexpr SummaryLayout kLayout = MakeSummaryLayout(kDim, kTokens, kRank);
 constexpr size_t kUnitBytes = MakeUnitLayout(kDim, kTokens).bytes;
-constexpr size_t kRotateBytes = size_t{400} << 20;  // several times the L2
+constexpr size_t kRotateBytes = size_t{2} << 30;  // many times the L2, as the layers of a step
 
 int num_wrong = 0;
 

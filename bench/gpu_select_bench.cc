@@ -106,6 +106,7 @@ int AddSelect(const SelectCase& c, Report* report) {
   const auto rows = static_cast<size_t>(c.rows);
   const DeviceArray<int32_t> pages(rows * static_cast<size_t>(c.num_select)), num_selected(rows);
   const DeviceArray<float> threshold(rows), log_norm(set_heads);
+  const DeviceArray<uint8_t> scratch(SelectGpuScratchBytes(c.rows, kGroup, c.pages));
   const auto args = [&](size_t set) {
     return SelectArgs{c.rows,
                       1,
@@ -126,7 +127,7 @@ int AddSelect(const SelectCase& c, Report* report) {
                       threshold.data(),
                       log_norm.data(),
                       nullptr,
-                      nullptr};
+                      scratch.data()};
   };
   const int launches = static_cast<int>((20 + sets - 1) / sets * sets);
   const double us = MedianUs(launches, [&](int i, cudaStream_t stream) {

@@ -45,6 +45,8 @@ struct LocalStep::Memory {
         figures(Rows(options)),
         rotated(q_rows(shape, options) * static_cast<size_t>(shape.geometry.head_dim)),
         lse(q_rows(shape, options) * static_cast<size_t>(lse_stride)),
+        select_scratch(SelectGpuScratchBytes(static_cast<int64_t>(kv_rows(shape, options)),
+                                             shape.geometry.group(), lse_stride)),
         selected(kv_rows(shape, options) * static_cast<size_t>(options.step.budget)),
         num_selected(kv_rows(shape, options)),
         threshold(kv_rows(shape, options)),
@@ -82,6 +84,7 @@ struct LocalStep::Memory {
   DeviceArray<StepFigures> figures;
   DeviceArray<uint16_t> rotated;
   DeviceArray<float> lse;
+  DeviceArray<uint8_t> select_scratch;
   DeviceArray<int32_t> selected;
   DeviceArray<int32_t> num_selected;
   DeviceArray<float> threshold;
@@ -240,7 +243,7 @@ void LocalStep::Select(int layer, cudaStream_t stream) {
                        .threshold = m.threshold.data(),
                        .log_norm = m.log_norm.data(),
                        .num_faults = nullptr,
-                       .scratch = nullptr};
+                       .scratch = m.select_scratch.data()};
   const CandidateLists lists = {.max_chosen = m.chosen_per_row,
                                 .max_candidates = m.candidates_per_row,
                                 .chosen = m.chosen.data(),

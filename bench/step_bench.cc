@@ -35,7 +35,7 @@ namespace {
 using testing::DeviceArray;
 
 constexpr int kPageTokens = 16, kHeadDim = 128, kQueryHeads = 32, kBudget = 125, kLayersOfGraph = 32;
-constexpr size_t kPastL2 = size_t{256} << 20;  // bytes of records of the layers that take turns
+constexpr size_t kPastL2 = size_t{1} << 30;  // bytes of records of the layers that take turns
 
 struct Case {
   std::string shape;  // as bench/peers and decode_bench name it

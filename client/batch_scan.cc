@@ -3,12 +3,15 @@
 namespace kvd {
 namespace {
 
-// Of an H200: fixed cost of a scan over few pages, bytes a second of whole records and of coarse
-// parts, and what the second select, the candidates' list and refine cost beside their bytes.
-constexpr double kScanSeconds = 5e-6;
-constexpr double kFullRate = 3.6e12;
-constexpr double kCoarseRate = 2.9e12;
-constexpr double kRefineSeconds = 16e-6;
+// Of an H200 (bench/results/step_bench.json): fixed cost of a scan over few pages, bytes a second of whole records and of
+// coarse parts; and what the second select, the candidates' list and refine cost beside their bytes, more of it for every
+// list and for every page of one.
+constexpr double kScanSeconds = 4e-6;
+constexpr double kFullRate = 4.1e12;
+constexpr double kCoarseRate = 3.9e12;
+constexpr double kRefineSeconds = 27e-6;
+constexpr double kListSeconds = 0.25e-6;
+constexpr double kPageSeconds = 13e-12;
 
 }  // namespace
 
@@ -20,7 +23,8 @@ ScanEstimate EstimateBatchScan(const WorkerShape& shape, int num_sequences, int6
   const double coarse = pages * shape.summary.coarse_bytes;
   const double refined = lists * static_cast<double>(num_candidates) * shape.summary.record_bytes();
   return {kScanSeconds + full / kFullRate,
-          kScanSeconds + coarse / kCoarseRate + kRefineSeconds + refined / kFullRate};
+          kScanSeconds + coarse / kCoarseRate + kRefineSeconds + lists * kListSeconds +
+              pages * kPageSeconds + refined / kFullRate};
 }
 
 ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages,

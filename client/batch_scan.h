@@ -1,7 +1,7 @@
 // Which scan of the records a batch on a GPU runs, and its launches.
 //
 // Why a model and not a measurement: a captured step fixes the scan at Plan, and two workers of one kind should not
-// differ for a coin toss. The rates are of an H200 (bench/results/decode_bench.json); on another card the ratio of the
+// differ for a coin toss. The rates are of an H200; on another card the ratio of the
 // two scans, which is all that counts, is much the same. Thread safety: pure functions, and a launcher that
 // enqueues only. Built with KVD_CUDA only.
 

@@ -10,6 +10,7 @@
 #include "client/decode_batch_impl.h"
 #include "client/gpu_scope.h"
 #include "client/peer_fetcher.h"
+#include "kernels/built_geometries.h"
 #include "proto/clock.h"
 #include "proto/status.h"
 
@@ -28,6 +29,7 @@ absl::Status CheckOptions(const WorkerShape& shape, const BatchOptions& options)
         "DecodeBatch runs on a GPU and the worker's memory is on the host: set ClientOptions::gpu, "
         "or use Sequence::Run");
   }
+  if (const char* problem = GpuProblem(shape.geometry)) return refuse("geometry", problem);
   KVD_RETURN_IF_ERROR(Validate(options.step, shape.num_layers()));
   if (options.max_sequences < 1 || options.max_sequences * shape.num_heads() > 2048) {
     return refuse("max_sequences", "must be from 1 to ", 2048 / shape.num_heads(), " with ",
@@ -43,14 +45,6 @@ absl::Status CheckOptions(const WorkerShape& shape, const BatchOptions& options)
   if (!options.step.dense_layers.empty()) {
     return refuse("dense_layers",
                   "not on a GPU: keep the KV of layers that attend everything in the engine");
-  }
-  if (options.step.verify != VerifyPolicy::kGeneration) {
-    return refuse("verify",
-                  "checksums of units are not computed in a step on a GPU: use kGeneration");
-  }
-  if (options.step.mass != MassReport::kOnLoss || options.step.loss == LossPolicy::kGoOn) {
-    return refuse("mass",
-                  "mass figures are not computed on a GPU: use kOnLoss, with kRecompute or kFail");
   }
   return absl::OkStatus();
 }
@@ -150,6 +144,9 @@ absl::Status DecodeBatch::Impl::Allocate() {
   KVD_RETURN_IF_ERROR(Add(place, layers * lists, resolve_rows, bytes));
   KVD_RETURN_IF_ERROR(Add(place, q_rows * static_cast<size_t>(g.head_dim), rotated, bytes));
   KVD_RETURN_IF_ERROR(Add(place, q_rows * static_cast<size_t>(lse_stride), lse, bytes));
+  KVD_RETURN_IF_ERROR(
+      Add(place, SelectGpuScratchBytes(static_cast<int64_t>(lists), g.group(), lse_stride),
+          select_scratch, bytes));
   KVD_RETURN_IF_ERROR(Add(place, lists * k, selected, bytes));
   KVD_RETURN_IF_ERROR(Add(place, lists, num_selected, bytes));
   KVD_RETURN_IF_ERROR(Add(place, lists, threshold, bytes));
@@ -168,6 +165,10 @@ absl::Status DecodeBatch::Impl::Allocate() {
   KVD_RETURN_IF_ERROR(Add(place, 1, step, bytes));
   KVD_RETURN_IF_ERROR(Add(place, kMaxArenas, arena_lost, bytes));
   KVD_RETURN_IF_ERROR(Add(place, n, figures, bytes));
+  if (reports_mass()) {
+    KVD_RETURN_IF_ERROR(Add(place, q_rows, mass, bytes));
+    report.mass.resize(n);
+  }
   if (options.mode == BatchMode::kHostDriven) {
     KVD_RETURN_IF_ERROR(AddPinned(lists * k, host.selected));
     KVD_RETURN_IF_ERROR(AddPinned(lists * k, host.slots));
@@ -185,6 +186,7 @@ absl::Status DecodeBatch::Impl::Allocate() {
     flight.tables.Set(std::move(pinned), n);
     KVD_RETURN_IF_ERROR(AddPinned(kMaxArenas, flight.arenas));
     KVD_RETURN_IF_ERROR(AddPinned(n, flight.figures));
+    if (reports_mass()) KVD_RETURN_IF_ERROR(AddPinned(q_rows, flight.mass));
     KVD_RETURN_IF_ERROR(AddPinned(kMaxUpdates, flight.updates));
     KVD_RETURN_IF_ERROR(
         AddPinned(kMaxUpdates * static_cast<size_t>(shape.num_shards()), flight.update_places));

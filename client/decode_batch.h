@@ -59,18 +59,26 @@ struct BatchOutput {
   float* lse;
 };
 
+// Attention mass of a row's step: the mean over its layers and query heads.
+struct RowMass {
+  float unread = 0;  // estimated share that was not attended
+  float lost = 0;    // the part of it whose page is missing
+};
+
 // Sums over the rows of the last step whose figures have arrived: BeginStep takes them over without waiting.
 struct BatchReport {
   uint64_t num_steps = 0;  // whose figures have arrived, since Plan
   uint64_t hits = 0;       // units found in the page cache
   uint64_t misses = 0;     // units fetched, those that failed among them
-  uint64_t failed = 0;     // units that were not there any more
+  uint64_t failed = 0;     // units that were not there any more, or damaged
+  // [N]; empty unless Plan was asked for it: MassReport::kAlways, or LossPolicy::kGoOn, with which the shares of rows that
+  // have lost nothing are 0. It costs a launch a layer.
+  std::vector<RowMass> mass;
 };
 
 class DecodeBatch {
  public:
-  // Errors: kInvalidArgument names the option (dense_layers, VerifyPolicy::kChecksum, MassReport::kAlways are not
-  // for GPUs); kFailedPrecondition: the shape's place is no GPU; kResourceExhausted.
+  // Errors: kInvalidArgument names the option (dense_layers are not for GPUs); kFailedPrecondition: the shape's place is no GPU; kResourceExhausted.
   static absl::StatusOr<std::unique_ptr<DecodeBatch>> Plan(const WorkerShape& shape, const BatchOptions& options);
   ~DecodeBatch();
   DecodeBatch(const DecodeBatch&) = delete;
@@ -90,7 +98,8 @@ class DecodeBatch {
   // One layer; layers in order. Captured mode: enqueues only. Host-driven mode: blocking, up to fetch_timeout.
   absl::Status Run(int layer, const BatchInput& input, const BatchOutput& output, cudaStream_t stream);
   // Counts the token of every row. Errors, with the token counted: pages of some row are missing, by LossPolicy:
-  // kUnavailable (kRecompute: o and lse are valid over the rest; Repair), kAborted (kFail: not to be used).
+  // kUnavailable (kRecompute: o and lse are valid over the rest; Repair), kAborted (kFail: not to be used). None with
+  // kGoOn: report().mass says what was lost.
   absl::Status EndStep(cudaStream_t stream);
 
   const BatchReport& report() const;

@@ -64,6 +64,7 @@ struct DecodeBatch::Impl {
     Tables tables;                           // pinned
     PlacedArray<PeerArena> arenas;           // [kMaxArenas] pinned
     PlacedArray<StepFigures> figures;        // [N] pinned
+    PlacedArray<StepMass> mass;              // [N, H] pinned, if it is reported
     PlacedArray<PageUpdate> updates;         // [kMaxUpdates] pinned
     PlacedArray<PagePlace> update_places;    // [kMaxUpdates, shards] pinned
     cudaEvent_t done = nullptr;
@@ -82,6 +83,7 @@ struct DecodeBatch::Impl {
   absl::Status BeginStep(cudaStream_t stream);
   absl::Status EndStep(cudaStream_t stream);
   absl::Status TakeFigures(Flight& flight, bool wait);
+  RowMass MassOfRow(const Flight& flight, size_t n) const;
   absl::Status ApplyChanges(int n, Flight& flight, size_t* used, cudaStream_t stream);
   void DropLostArenas();
   PagePlace PlaceOf(SequencePages& pages, int page, int shard_pos);
@@ -98,6 +100,10 @@ struct DecodeBatch::Impl {
   absl::Status ListMisses(int layer, cudaStream_t stream);
   absl::Status SettleMisses(int layer, cudaStream_t stream);
 
+  // With other options a step does without that launch.
+  bool reports_mass() const {
+    return options.step.mass == MassReport::kAlways || options.step.loss == LossPolicy::kGoOn;
+  }
   int num_heads() const { return shape.num_heads(); }
   size_t list_rows() const { return static_cast<size_t>(options.max_sequences) * static_cast<size_t>(num_heads()); }
 
@@ -133,6 +139,7 @@ struct DecodeBatch::Impl {
   PlacedArray<ResolveRow> resolve_rows;    // [L, N, heads]
   PlacedArray<uint16_t> rotated;           // [N, H, D]
   PlacedArray<float> lse;                  // [N, H, lse_stride]
+  PlacedArray<uint8_t> select_scratch;
   PlacedArray<int32_t> selected;           // [N, heads, K]
   PlacedArray<int32_t> num_selected;       // [N, heads]
   PlacedArray<float> threshold;            // [N, heads]
@@ -149,6 +156,7 @@ struct DecodeBatch::Impl {
   PlacedArray<uint64_t> step;              // [1]
   PlacedArray<uint32_t> arena_lost;        // [kMaxArenas]
   PlacedArray<StepFigures> figures;        // [N]
+  PlacedArray<StepMass> mass;              // [N, H], if it is reported
 
   // Host-driven mode: pinned copies of the lists, and the fetched part of attend.
   struct HostLists {

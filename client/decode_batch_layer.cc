@@ -51,8 +51,32 @@ absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const Ba
   if (options.mode == BatchMode::kHostDriven) {
     KVD_RETURN_IF_ERROR(FetchOnHost(layer, input, output, stream));
   } else {
+    if (options.step.verify == VerifyPolicy::kChecksum) {
+      const VerifyArgs verify = {
+          .fetch = fetch,
+          .coarse = coarse.data() + static_cast<size_t>(layer) * rows.size(),
+          .page_capacity = capacities.data(),
+          .coarse_bytes = shape.summary.coarse_bytes,
+          .checksum_at = static_cast<size_t>(shape.summary.coarse[kUnitChecksum])};
+      KVD_RETURN_IF_ERROR(GpuStatus(LaunchVerifyFetched(verify, stream), kWhat));
+    }
     KVD_RETURN_IF_ERROR(
         Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream));
+  }
+  if (reports_mass()) {
+    const MassBatch args = {.shape = step_shape,
+                            .layer = layer,
+                            .always = options.step.mass == MassReport::kAlways,
+                            .rows = tables.rows,
+                            .lse_stride = lse_stride,
+                            .lse = lse.data(),
+                            .lse_attended = output.lse,
+                            .max_pages = budget,
+                            .selected = selected.data(),
+                            .num_selected = num_selected.data(),
+                            .slots = slots.data(),
+                            .mass = mass.data()};
+    KVD_RETURN_IF_ERROR(GpuStatus(LaunchStepMass(args, stream), kWhat));
   }
   next_layer = (layer + 1) % shape.num_layers();
   return absl::OkStatus();
@@ -87,7 +111,7 @@ absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStr
                        .threshold = threshold.data(),
                        .log_norm = log_norm.data(),
                        .num_faults = nullptr,
-                       .scratch = nullptr};
+                       .scratch = select_scratch.data()};
   const CandidateLists lists = {.max_chosen = max_chosen,
                                 .max_candidates = max_candidates,
                                 .chosen = chosen.data(),
@@ -186,7 +210,7 @@ absl::Status DecodeBatch::Impl::ListMisses(int layer, cudaStream_t stream) {
   return absl::OkStatus();
 }
 
-// Waits for the misses; lists those that came, and has the page cache forget the others.
+// Waits for the misses; lists those that came. The page cache forgets the others, and no later layer selects them.
 absl::Status DecodeBatch::Impl::SettleMisses(int layer, cudaStream_t stream) {
   const auto k = static_cast<size_t>(budget), heads = static_cast<size_t>(num_heads());
   std::fill(host.num_units.data(), host.num_units.data() + list_rows(), 0);
@@ -220,7 +244,16 @@ absl::Status DecodeBatch::Impl::SettleMisses(int layer, cudaStream_t stream) {
     row.totals->bytes_fetched.Add(bytes);
   }
   if (all_valid) return absl::OkStatus();
-  return GpuStatus(LaunchEvictInvalid(ResolveOf(layer), host.valid.data(), stream), kWhat);
+  KVD_RETURN_IF_ERROR(
+      GpuStatus(LaunchEvictInvalid(ResolveOf(layer), host.valid.data(), stream), kWhat));
+  const MaskFailedArgs mask = {.num_rows = options.max_sequences,
+                               .num_kv_heads = num_heads(),
+                               .max_pages = budget,
+                               .rows = tables.rows,
+                               .selected = selected.data(),
+                               .num_selected = num_selected.data(),
+                               .slots = slots.data()};
+  return GpuStatus(LaunchMaskFailed(mask, stream), kWhat);
 }
 
 }  // namespace kvd

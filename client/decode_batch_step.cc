@@ -103,6 +103,17 @@ absl::Status DecodeBatch::Impl::ApplyChanges(int n, Flight& flight, size_t* used
   return absl::OkStatus();
 }
 
+RowMass DecodeBatch::Impl::MassOfRow(const Flight& flight, size_t n) const {
+  const auto heads = static_cast<size_t>(shape.num_q_heads());
+  RowMass sum;
+  for (size_t h = 0; h < heads; ++h) {
+    sum.unread += flight.mass[n * heads + h].unread;
+    sum.lost += flight.mass[n * heads + h].lost;
+  }
+  const auto parts = static_cast<float>(shape.num_q_heads() * shape.num_layers());
+  return {sum.unread / parts, sum.lost / parts};
+}
+
 // Counts a finished step and masks the pages that failed in it. Nothing happens if it is not
 // finished and `wait` is false.
 absl::Status DecodeBatch::Impl::TakeFigures(Flight& flight, bool wait) {
@@ -126,12 +137,18 @@ absl::Status DecodeBatch::Impl::TakeFigures(Flight& flight, bool wait) {
       if (row.pages->is_selectable(of_row.failed_pages[i]))
         row.pages->MarkMissing(of_row.failed_pages[i]);
     }
+    if (reports_mass()) report.mass[n] = MassOfRow(flight, n);
     if (row.totals == nullptr) continue;
+    if (row.pages->num_missing() > 0) {
+      row.totals->lossy_steps.Add(1);
+      if (reports_mass()) row.totals->AddLostMass(report.mass[n].lost);
+    }
     row.totals->hits.Add(of_row.hits);
     if (options.mode == BatchMode::kHostDriven) continue;  // counted where they were fetched
     row.totals->misses.Add(of_row.misses);
     row.totals->verified_units.Add(of_row.misses - of_row.failed);
-    row.totals->missing_units.Add(of_row.failed);
+    row.totals->missing_units.Add(of_row.failed - of_row.damaged);
+    row.totals->checksum_failures.Add(of_row.damaged);
     row.totals->bytes_fetched.Add(static_cast<int64_t>(of_row.misses - of_row.failed) *
                                   static_cast<int64_t>(shape.unit_bytes()));
   }
@@ -196,6 +213,11 @@ absl::Status DecodeBatch::Impl::EndStep(cudaStream_t stream) {
       GpuStatus(cudaMemcpyAsync(flight.figures.data(), figures.data(), figures.num_bytes(),
                                 cudaMemcpyDeviceToHost, stream),
                 kWhat));
+  if (reports_mass()) {
+    KVD_RETURN_IF_ERROR(GpuStatus(cudaMemcpyAsync(flight.mass.data(), mass.data(), mass.num_bytes(),
+                                                  cudaMemcpyDeviceToHost, stream),
+                                  kWhat));
+  }
   KVD_RETURN_IF_ERROR(GpuStatus(cudaEventRecord(flight.done, stream), kWhat));
   events->latest.store(flight.done, std::memory_order_release);
   flight.pending = true;
@@ -214,6 +236,7 @@ absl::Status DecodeBatch::Impl::EndStep(cudaStream_t stream) {
 }
 
 absl::Status DecodeBatch::Impl::Outcome() const {
+  if (options.step.loss == LossPolicy::kGoOn) return absl::OkStatus();
   for (size_t n = 0; n < rows.size(); ++n) {
     if (rows[n].pages == nullptr || rows[n].pages->num_missing() == 0) continue;
     const std::string what =

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/check.h"
+#include "client/device_buffer.h"
 #include "kernels/checksum.h"
 #include "proto/clock.h"
 #include "proto/status.h"
@@ -29,6 +30,9 @@ absl::StatusOr<std::unique_ptr<MissFetch>> MissFetch::Make(const WorkerShape& sh
   KVD_ASSIGN_OR_RETURN(fetch->destinations_, Buffer<uint8_t*>::Make(max_misses, kWhat));
   KVD_ASSIGN_OR_RETURN(fetch->valid_, Buffer<uint8_t>::Make(max_misses, kWhat));
   KVD_ASSIGN_OR_RETURN(fetch->again_, Buffer<uint32_t>::Make(max_misses, kWhat));
+  if (options.verify == VerifyPolicy::kChecksum && shape.place.on_gpu()) {
+    KVD_ASSIGN_OR_RETURN(fetch->unit_, Buffer<uint8_t>::Make(shape.unit_bytes(), kWhat));
+  }
   fetch->work_.resize(static_cast<size_t>(max_daemons));
   return fetch;
 }
@@ -219,18 +223,26 @@ int64_t MissFetch::FetchAgain(SequencePages& pages, int layer, UnitCounts& count
 }
 
 Miss::Outcome MissFetch::Judge(SequencePages& pages, int layer, const Miss& miss, bool valid,
-                               absl::StatusCode code) const {
+                               absl::StatusCode code) {
   if (!valid) {
     if (code == absl::StatusCode::kOk) return Miss::Outcome::kMissing;
     return code == absl::StatusCode::kDeadlineExceeded ? Miss::Outcome::kLate
                                                        : Miss::Outcome::kFailed;
   }
   if (options_.verify == VerifyPolicy::kChecksum &&
-      Checksum64(miss.destination, shape_.unit_bytes()) !=
-          pages.mirror().unit_checksum(layer, miss.head, miss.page)) {
+      !HasChecksum(miss, pages.mirror().unit_checksum(layer, miss.head, miss.page))) {
     return Miss::Outcome::kCorrupt;
   }
   return Miss::Outcome::kVerified;
+}
+
+bool MissFetch::HasChecksum(const Miss& miss, uint64_t checksum) {
+  const uint8_t* unit = miss.destination;
+  if (shape_.place.on_gpu()) {
+    if (!CopyBytes(shape_.place, unit_.data(), unit, unit_.size()).ok()) return false;
+    unit = unit_.data();
+  }
+  return Checksum64(unit, shape_.unit_bytes()) == checksum;
 }
 
 }  // namespace kvd

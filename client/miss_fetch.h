@@ -82,8 +82,9 @@ class MissFetch {
   int64_t FetchAgain(SequencePages& pages, int layer, UnitCounts& counts);
   PathTotals& TotalsOf(const SequencePages& pages, int daemon);
   static void CountUnit(Miss::Outcome outcome, absl::StatusCode code, PathTotals& totals);
-  Miss::Outcome Judge(SequencePages& pages, int layer, const Miss& miss, bool valid,
-                      absl::StatusCode code) const;
+  Miss::Outcome Judge(SequencePages& pages, int layer, const Miss& miss, bool valid, absl::StatusCode code);
+  // Of the unit that was fetched; where it lies on a GPU it is copied down first.
+  bool HasChecksum(const Miss& miss, uint64_t checksum);
 
   const WorkerShape shape_;
   const StepOptions options_;
@@ -95,6 +96,7 @@ class MissFetch {
   Buffer<uint8_t*> destinations_;
   Buffer<uint8_t> valid_;
   std::vector<Work> work_;  // [max_daemons]
+  Buffer<uint8_t> unit_;    // of a GPU, to be verified
   Buffer<uint32_t> again_;  // places in grouped_ that are asked for at a second holder
   size_t num_again_ = 0;
   absl::Duration give_up_at_;  // SteadyClock's

@@ -68,7 +68,10 @@ void StepTotals::AddStep(const std::array<int64_t, kNumStages>& ns, bool sparse,
   steps.Add(1);
   (sparse ? sparse_steps : dense_steps).Add(1);
   for (size_t i = 0; i < ns.size(); ++i) step_seconds[i].Observe(ns[i]);
-  if (lost_mass < 0) return;
+  if (lost_mass >= 0) AddLostMass(lost_mass);
+}
+
+void StepTotals::AddLostMass(double lost_mass) {
   size_t bucket = 0;
   while (bucket < kLostMassBounds.size() && lost_mass > kLostMassBounds[bucket]) ++bucket;
   lost_mass_counts[bucket].Add(1);

@@ -135,6 +135,8 @@ struct StepTotals {
   // Ends a step: `ns` of each stage; `lost_mass` is the mean over layers and query heads of the
   // layers that had missing pages, below 0 if none had.
   void AddStep(const std::array<int64_t, kNumStages>& ns, bool sparse, double lost_mass);
+  // What AddStep does with a step's lost mass, at least 0.
+  void AddLostMass(double lost_mass);
   // Adds another step's totals; its level as well.
   void Add(const StepTotals& other);
 };

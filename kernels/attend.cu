@@ -1,11 +1,14 @@
-// Decode attention on the GPU: one cluster of CTAs a (sequence, KV head), its list of units dealt to the cluster's
-// warps. Warps stream their units (attend_tile.cuh) and merge by CTA; each CTA then sends every other the share of
-// the output that is the other's to finish. One launch; nothing goes through global memory.
+// Decode attention on the GPU: one cluster of CTAs a (sequence, KV head), its list of units dealt to 8 parts of 8 slots
+// each. A CTA has one part, or several in turn where there are more rows than the device takes at once: its warps then
+// never run dry between them. Each warp streams the units of its slot (attend_tile.cuh); the CTA merges a part's warps
+// and sends every CTA of the cluster the share of the output that is its to finish. One launch; nothing goes through
+// global memory.
 //
-// Repeatability: which warp takes which unit, and the order of every sum, depend on the list alone.
+// Repeatability: which slot and part a unit is of, and the order of every sum, depend on the list alone.
 #include <cmath>
 
 #include "kernels/attend_tile.cuh"
+#include "kernels/built_geometries.h"
 #include "kernels/launch.cuh"
 
 namespace kvd {
@@ -13,26 +16,39 @@ namespace {
 
 using namespace attend;  // NOLINT(build/namespaces): this file's other part
 
-constexpr int kWarps = 8;
+constexpr int kWarps = kSlots / kParts;
 constexpr int kThreads = 32 * kWarps;
-// CTAs of a row: a list is short, and without them a single sequence would leave most of the device idle.
-constexpr int kCluster = 8;
+// With fewer rows a CTA has one part: a list is short, and a single sequence would leave most of the device idle.
+constexpr int kManyRows = 64;
+constexpr int kEachOfMany = 4;
 
 struct Part {
   float max, sum;
 };
 
 // What is left of a CTA's shared memory beside the warps' areas. Marked "from all": written by the whole cluster.
-template <class S>
+template <class S, int kEach>
 struct Shared {
-  alignas(16) float o[kCluster][S::kPadded * S::kDim / kCluster];  // from all: sums of this CTA's share of the output
-  Part parts[kCluster][S::kPadded];                                // from all: of every head
+  static constexpr int kCluster = kParts / kEach;
+  alignas(16) float o[kParts][S::kPadded * S::kDim / kCluster];  // from all: sums of this CTA's share of the output
+  Part parts[kParts][S::kPadded];                                // from all: of every head
   Part warps[kWarps][S::kPadded];
   uint64_t here;  // barrier of what comes from all
 };
 
-template <class S>
-constexpr int kSharedBytes = kWarps * static_cast<int>(S::kWarpBytes) + static_cast<int>(sizeof(Shared<S>));
+// Where a warp leaves its sums: in its own area, which is free after its only part, or behind the areas.
+template <class S, int kEach>
+__host__ __device__ constexpr int SumsStride(int group) {
+  return kEach == 1 ? static_cast<int>(S::kWarpBytes) : group * S::kHeadStride * 4;
+}
+template <class S, int kEach>
+__host__ __device__ constexpr int SharedAt(int group) {
+  return kWarps * static_cast<int>(S::kWarpBytes) + (kEach == 1 ? 0 : kWarps * SumsStride<S, kEach>(group));
+}
+template <class S, int kEach>
+constexpr int SharedBytes(int group) {
+  return SharedAt<S, kEach>(group) + static_cast<int>(sizeof(Shared<S, kEach>));
+}
 
 // CTAs an SM. Shared memory would hold three at D = 128, but with 80 registers a fifth is lost.
 template <class S>
@@ -46,9 +62,10 @@ __device__ __forceinline__ float MaxOf(const float (&max)[kNum]) {
   return all;
 }
 
-// Leaves a warp's sums in its area, and its parts in `shared`.
-template <class S>
-__device__ void HandOver(const AttendArgs& args, const State<S>& state, float* area, Shared<S>* shared) {
+// Leaves a warp's sums in `area`, and its part of the softmax in `shared`.
+template <class S, int kEach>
+__device__ __forceinline__ void HandOver(const AttendArgs& args, const State<S>& state, float* area,
+                                         Shared<S, kEach>* shared) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
 #pragma unroll
   for (int set = 0; set < S::kSets; ++set) {
@@ -67,11 +84,12 @@ __device__ void HandOver(const AttendArgs& args, const State<S>& state, float* a
   }
 }
 
-// Merges the CTA's warps; every CTA of the cluster gets the part of every head, and of the sums the share that it
-// finishes: vectors of four dims in order, an eighth for each.
-template <class S>
-__device__ void SendMerged(const AttendArgs& args, const unsigned char* areas, int rank, Shared<S>* shared) {
-  constexpr int kVectors = S::kDim / 4;  // of a head
+// Merges the CTA's warps into part `part`; every CTA of the cluster gets the part of every head, and of the sums the
+// share that it finishes: vectors of four dims in order, as many for each.
+template <class S, int kEach>
+__device__ __forceinline__ void SendMerged(const AttendArgs& args, const unsigned char* sums, int part,
+                                           Shared<S, kEach>* shared) {
+  constexpr int kCluster = kParts / kEach, kVectors = S::kDim / 4;  // of a head
   const int share = args.group * kVectors / kCluster;
   const auto part_of = [&](int head, float(&max)[kWarps]) {
 #pragma unroll
@@ -87,11 +105,11 @@ __device__ void SendMerged(const AttendArgs& args, const unsigned char* areas, i
     for (int w = 0; w < kWarps; ++w) {
       const float weight = Weight(max[w], all);
       const float4 x = *reinterpret_cast<const float4*>(
-          reinterpret_cast<const float*>(areas + w * S::kWarpBytes) + head * S::kHeadStride + d);
+          reinterpret_cast<const float*>(sums + w * SumsStride<S, kEach>(args.group)) + head * S::kHeadStride + d);
       o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
     }
     const uint4 bits = {__float_as_uint(o.x), __float_as_uint(o.y), __float_as_uint(o.z), __float_as_uint(o.w)};
-    ptx::Send(i / share, &shared->o[rank][4 * (i % share)], bits, &shared->here);
+    ptx::Send(i / share, &shared->o[part][4 * (i % share)], bits, &shared->here);
   }
   for (int i = static_cast<int>(threadIdx.x); i < args.group * kCluster; i += kThreads) {
     const int head = i / kCluster;
@@ -101,26 +119,26 @@ __device__ void SendMerged(const AttendArgs& args, const unsigned char* areas, i
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += Weight(max[w], all) * shared->warps[w][head].sum;
     const uint64_t bits = static_cast<uint64_t>(__float_as_uint(sum)) << 32 | __float_as_uint(all);
-    ptx::Send(i % kCluster, &shared->parts[rank][head], bits, &shared->here);
+    ptx::Send(i % kCluster, &shared->parts[part][head], bits, &shared->here);
   }
 }
 
 // Finishes this CTA's share of the row's output.
-template <class S>
-__device__ void Finish(const AttendArgs& args, int64_t row, int rank, const Shared<S>& shared) {
-  const int share = args.group * S::kDim / kCluster;
+template <class S, int kEach>
+__device__ void Finish(const AttendArgs& args, int64_t row, int rank, const Shared<S, kEach>& shared) {
+  const int share = args.group * S::kDim * kEach / kParts;
   for (int i = static_cast<int>(threadIdx.x); i < share; i += kThreads) {
     const int at = rank * share + i, head = at / S::kDim;
-    float max[kCluster];
+    float max[kParts];
 #pragma unroll
-    for (int c = 0; c < kCluster; ++c) max[c] = shared.parts[c][head].max;
+    for (int p = 0; p < kParts; ++p) max[p] = shared.parts[p][head].max;
     const float all = MaxOf(max);
     float sum = 0, o = 0;
 #pragma unroll
-    for (int c = 0; c < kCluster; ++c) {
-      const float weight = Weight(max[c], all);
-      sum += weight * shared.parts[c][head].sum;
-      o += weight * shared.o[c][i];
+    for (int p = 0; p < kParts; ++p) {
+      const float weight = Weight(max[p], all);
+      sum += weight * shared.parts[p][head].sum;
+      o += weight * shared.o[p][i];
     }
     const bool empty = all == NegativeInfinity();
     args.o[row * args.group * S::kDim + at] = empty ? 0 : o / sum;
@@ -129,44 +147,72 @@ __device__ void Finish(const AttendArgs& args, int64_t row, int rank, const Shar
   }
 }
 
-template <class S>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kCtasPerSm<S>)
+template <class S, int kEach>
+__global__ void __cluster_dims__(kParts / kEach, 1, 1) __launch_bounds__(kThreads, kCtasPerSm<S>)
     AttendKernel(const __grid_constant__ AttendArgs args) {
+  constexpr int kCluster = kParts / kEach;
   extern __shared__ __align__(16) unsigned char memory[];
-  auto* shared = reinterpret_cast<Shared<S>*>(memory + kWarps * S::kWarpBytes);
+  auto* shared = reinterpret_cast<Shared<S, kEach>*>(memory + SharedAt<S, kEach>(args.group));
+  unsigned char* sums = memory + (kEach == 1 ? 0 : kWarps * S::kWarpBytes);
   const int64_t row = blockIdx.x / kCluster;
   const int rank = static_cast<int>(blockIdx.x % kCluster), warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     ptx::BarrierInit(&shared->here, 1);
     ptx::BarrierInitFence();
     ptx::BarrierExpect(&shared->here,
-                       static_cast<uint32_t>(args.group * (S::kDim * static_cast<int>(sizeof(float)) +
-                                                           kCluster * static_cast<int>(sizeof(Part)))));
+                       static_cast<uint32_t>(args.group * (S::kDim * kEach * static_cast<int>(sizeof(float)) +
+                                                           kParts * static_cast<int>(sizeof(Part)))));
   }
   __syncwarp();
   ptx::ClusterArrive();
   WaitForPredecessor();
-  Tiles tiles(args.units + row * args.max_units, args.max_units, warp * kCluster + rank, kWarps * kCluster);
+  Tiles<kEach> tiles(args.units + row * args.max_units, args.max_units, warp * kParts + rank * kEach);
   tiles.SetCount(args.num_units[row]);
-  unsigned char* area = memory + warp * S::kWarpBytes;
-  const State<S> state = AttendTiles<S>(args, row, ptx::SharedAddress(area), tiles);
-  LetSuccessorStart();
-  HandOver<S>(args, state, reinterpret_cast<float*>(area), shared);
-  __syncthreads();
-  ptx::ClusterWait();  // the others' barriers are initialised
-  SendMerged<S>(args, memory, rank, shared);
+  const uint32_t area = ptx::SharedAddress(memory + warp * S::kWarpBytes);
+  bool more = tiles.Next();
+  if (more) StartTile<S>(args, area, tiles);
+  const Queries<S> q = LoadQueries<S>(args, row);
+#pragma unroll 1
+  for (int part = 0; part < kEach; ++part) {
+    State<S> state = EmptyState<S>();
+    if constexpr (kEach == 1) {
+      state = AttendOnly<S>(args, area, q, &tiles, &more);
+    } else {
+#pragma unroll 1
+      while (more && tiles.part() == part) AttendTile<S>(args, area, q, &tiles, &more, &state);
+    }
+    if (part == kEach - 1) LetSuccessorStart();
+    if (part > 0) __syncthreads();  // the last part's sums have been read
+    HandOver<S, kEach>(args, state, reinterpret_cast<float*>(sums + warp * SumsStride<S, kEach>(args.group)), shared);
+    __syncthreads();
+    if (part == 0) ptx::ClusterWait();  // the others' barriers are initialised
+    SendMerged<S, kEach>(args, sums, rank * kEach + part, shared);
+  }
   ptx::BarrierWait(&shared->here, 0);
-  Finish<S>(args, row, rank, *shared);
+  Finish<S, kEach>(args, row, rank, *shared);
+}
+
+template <class S, int kEach>
+cudaError_t LaunchParts(const AttendArgs& args, cudaStream_t stream) {
+  const int bytes = SharedBytes<S, kEach>(args.group);
+  if (const cudaError_t e =
+          cudaFuncSetAttribute(AttendKernel<S, kEach>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      e != cudaSuccess)
+    return e;
+  const auto rows = static_cast<unsigned>(args.num_sequences) * static_cast<unsigned>(args.num_kv_heads);
+  return LaunchOverlapped(AttendKernel<S, kEach>, rows * (kParts / kEach), kThreads, static_cast<size_t>(bytes), 0,
+                          stream, args);
 }
 
 template <class S>
 cudaError_t LaunchOne(const AttendArgs& args, cudaStream_t stream) {
-  if (const cudaError_t e =
-          cudaFuncSetAttribute(AttendKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<S>);
-      e != cudaSuccess)
-    return e;
-  const auto rows = static_cast<unsigned>(args.num_sequences) * static_cast<unsigned>(args.num_kv_heads);
-  return LaunchOverlapped(AttendKernel<S>, rows * kCluster, kThreads, kSharedBytes<S>, 0, stream, args);
+  if constexpr (S::kPadded == 8) {  // sums of more heads leave no room for as many CTAs an SM
+    constexpr int kSharedOfAnSm = 228 * 1024;
+    const bool fits = kCtasPerSm<S> * (SharedBytes<S, kEachOfMany>(args.group) + 1024) <= kSharedOfAnSm;
+    if (int64_t{args.num_sequences} * args.num_kv_heads >= kManyRows && fits)
+      return LaunchParts<S, kEachOfMany>(args, stream);
+  }
+  return LaunchParts<S, 1>(args, stream);
 }
 
 template <int D>
@@ -203,9 +249,14 @@ cudaError_t LaunchAttend(const AttendArgs& args, cudaStream_t stream) {
   if (args.num_sequences == 0) return cudaSuccess;
   switch (args.head_dim) {
     case 64: return LaunchForDim<64>(args, stream);
-    case 96: return LaunchForDim<96>(args, stream);
     case 128: return LaunchForDim<128>(args, stream);
+#if KVD_ALL_GEOMETRIES
+    case 96: return LaunchForDim<96>(args, stream);
     case 256: return LaunchForDim<256>(args, stream);
+#else
+    case 96:
+    case 256: return cudaErrorNotSupported;
+#endif
     default: return cudaErrorInvalidValue;
   }
 }

@@ -74,7 +74,8 @@ void MergeAttention(const MergeArgs& args);
 // Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable.
 // Limits:   D in {64, 96, 128, 256}; B in {16, 32}; G in 1..16.
 // Numerics: as above, save that o may differ by 4e-5 of its largest component; equal inputs give equal bits.
-// Errors:   cudaErrorInvalidValue if a limit is violated (nothing is enqueued); else the launch's.
+// Errors:   cudaErrorInvalidValue if a limit is violated, cudaErrorNotSupported for a head_dim that is not built
+//           (kernels/built_geometries.h); nothing is enqueued then; else the launch's.
 [[nodiscard]] cudaError_t LaunchAttend(const AttendArgs& args, cudaStream_t stream);
 [[nodiscard]] cudaError_t LaunchMergeAttention(const MergeArgs& args, cudaStream_t stream);
 #endif

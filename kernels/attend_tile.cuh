@@ -55,12 +55,18 @@ __device__ __forceinline__ float Weight(float x, float max) {
 
 // --- a warp's tiles --------------------------------------------------------------------------------
 
-// Goes through units slot, slot + stride, ... of a row's list, 16 tokens at a time. Lane i holds the reference of the
-// i-th of the next 32 units. All members but `mine` are the same in all lanes.
+// Unit u of a row is of slot u % kSlots; part p is the slots p, p + kParts, ..: one for each warp of a CTA.
+constexpr int kSlots = 64;
+constexpr int kParts = 8;
+
+// Goes through a warp's units of kEach neighbouring parts, from slot `slot` on, 16 tokens at a time: part by part, and
+// in each through units slot, slot + kSlots, ... Lanes hold the references of the next 32 / kEach units of each part.
+// All members but `mine` are the same in all lanes.
+template <int kEach>
 class Tiles {
  public:
-  __device__ __forceinline__ Tiles(const UnitRef* units, int max_units, int slot, int stride)
-      : units_(units), max_units_(max_units), slot_(slot), stride_(stride) {
+  __device__ __forceinline__ Tiles(const UnitRef* units, int max_units, int slot)
+      : units_(units), max_units_(max_units), slot_(slot) {
     Load(0);
   }
   __device__ __forceinline__ void SetCount(int num_units) { num_units_ = num_units; }
@@ -69,30 +75,39 @@ class Tiles {
     first_ += kTile;
     while (first_ >= tokens_) {
       ++turn_;
-      if (slot_ + turn_ * stride_ >= num_units_) return false;
-      if (turn_ != 0 && turn_ % 32 == 0) Load(turn_);
+      while (slot_ + part() + turn_ * kSlots >= num_units_) {
+        if (kEach == 1 || ++part_ == kEach) return false;
+        turn_ = 0;
+      }
+      if (kEach == 1 ? turn_ != 0 && turn_ % 32 == 0 : turn_ / kTurns != window_) Load(turn_ / kTurns);
+      const int lane = part() * kTurns + turn_ % kTurns;
       unit_ = reinterpret_cast<const uint8_t*>(
-          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine_.unit), turn_ % 32));
-      tokens_ = __shfl_sync(kAllLanes, mine_.num_tokens, turn_ % 32);
+          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine_.unit), lane));
+      tokens_ = __shfl_sync(kAllLanes, mine_.num_tokens, lane);
       first_ = 0;
     }
     return true;
   }
+  // Of the tile; a warp with one part has no need to keep it.
+  __device__ __forceinline__ int part() const { return kEach == 1 ? 0 : part_; }
   __device__ __forceinline__ int num_tokens() const { return min(kTile, tokens_ - first_); }
   // Rows from the tile's first token on, of keys, or of values `offset` bytes later.
   __device__ __forceinline__ const uint8_t* Rows(int row_bytes) const { return unit_ + first_ * row_bytes; }
 
  private:
-  __device__ __forceinline__ void Load(int turn) {
-    const int u = slot_ + (turn + static_cast<int>(threadIdx.x % 32)) * stride_;
+  static constexpr int kTurns = 32 / kEach;
+  __device__ __forceinline__ void Load(int window) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int u = slot_ + lane / kTurns + (window * kTurns + lane % kTurns) * kSlots;
     if (u < max_units_) mine_ = units_[u];
+    window_ = window;
   }
   const UnitRef* units_;
-  int max_units_, slot_, stride_;
+  int max_units_, slot_;
   int num_units_ = 0;
   UnitRef mine_ = {nullptr, 0};
   const uint8_t* unit_ = nullptr;
-  int turn_ = -1, tokens_ = 0, first_ = 0;
+  int part_ = 0, turn_ = -1, window_ = 0, tokens_ = 0, first_ = 0;
 };
 
 // Starts the copies of a tile's rows into an area; rows from `num_tokens` on become zeros.
@@ -247,41 +262,58 @@ __device__ __forceinline__ void AddValues(uint32_t values, const Split (&parts)[
   }
 }
 
-// All of a warp's tiles of a row. `area`: kWarpBytes of shared memory of its own.
-template <class S>
-__device__ __forceinline__ State<S> AttendTiles(const AttendArgs& args, int64_t row, uint32_t area, Tiles tiles) {
+// Starts the copies of a warp's first tile. `area`: kWarpBytes of shared memory of its own.
+template <class S, int kEach>
+__device__ __forceinline__ void StartTile(const AttendArgs& args, uint32_t area, const Tiles<kEach>& tiles) {
   constexpr int kRow = 2 * S::kDim;
-  const uint32_t keys = area, values = area + S::kAreaBytes;
-  const int to_values = args.page_tokens * kRow;
+  StartRows<S>(area, tiles.Rows(kRow), tiles.num_tokens());
+  ptx::AsyncCommit();
+  StartRows<S>(area + S::kAreaBytes, tiles.Rows(kRow) + args.page_tokens * kRow, tiles.num_tokens());
+  ptx::AsyncCommit();
+}
+
+template <class S>
+__device__ __forceinline__ State<S> EmptyState() {
   State<S> state = {};
 #pragma unroll
   for (float& max : state.max) max = NegativeInfinity();
-  bool more = tiles.Next();
-  if (!more) return state;
-  StartRows<S>(keys, tiles.Rows(kRow), tiles.num_tokens());
+  return state;
+}
+
+// Takes the warp's tile, whose copies are on their way, into the state, and starts those of the next. *more: there is
+// one.
+template <class S, int kEach>
+__device__ __forceinline__ void AttendTile(const AttendArgs& args, uint32_t area, const Queries<S>& q,
+                                           Tiles<kEach>* tiles, bool* more, State<S>* state) {
+  constexpr int kRow = 2 * S::kDim;
+  const uint32_t keys = area, values = area + S::kAreaBytes;
+  const int num_tokens = tiles->num_tokens(), to_values = args.page_tokens * kRow;
+  float x[S::kSets][4];
+  Split parts[S::kSets][2];
+  ptx::AsyncWait<1>();
+  __syncwarp();
+  TileLogits<S>(args, keys, num_tokens, q, x);
+  __syncwarp();  // the keys have been read
+  *more = tiles->Next();
+  if (*more) StartRows<S>(keys, tiles->Rows(kRow), tiles->num_tokens());
   ptx::AsyncCommit();
-  StartRows<S>(values, tiles.Rows(kRow) + to_values, tiles.num_tokens());
+  AddLogits<S>(x, state, parts);
+  ptx::AsyncWait<1>();
+  __syncwarp();
+  AddValues<S>(values, parts, state);
+  __syncwarp();
+  if (*more) StartRows<S>(values, tiles->Rows(kRow) + to_values, tiles->num_tokens());
   ptx::AsyncCommit();
-  const Queries<S> q = LoadQueries<S>(args, row);
-  while (more) {
-    const int num_tokens = tiles.num_tokens();
-    float x[S::kSets][4];
-    Split parts[S::kSets][2];
-    ptx::AsyncWait<1>();
-    __syncwarp();
-    TileLogits<S>(args, keys, num_tokens, q, x);
-    __syncwarp();  // the keys have been read
-    more = tiles.Next();
-    if (more) StartRows<S>(keys, tiles.Rows(kRow), tiles.num_tokens());
-    ptx::AsyncCommit();
-    AddLogits<S>(x, &state, parts);
-    ptx::AsyncWait<1>();
-    __syncwarp();
-    AddValues<S>(values, parts, &state);
-    __syncwarp();
-    if (more) StartRows<S>(values, tiles.Rows(kRow) + to_values, tiles.num_tokens());
-    ptx::AsyncCommit();
-  }
+}
+
+// All tiles of a warp with one part. A function of its own: written into the kernel's loop over parts, as it is where
+// there are several, it costs registers that this one then has to spill (3% at batch 1).
+template <class S>
+__device__ __forceinline__ State<S> AttendOnly(const AttendArgs& args, uint32_t area, const Queries<S>& q,
+                                               Tiles<1>* tiles, bool* more) {
+  State<S> state = EmptyState<S>();
+#pragma unroll 1
+  while (*more) AttendTile<S>(args, area, q, tiles, more, &state);
   return state;
 }
 

@@ -1,39 +1,28 @@
 #include <cstdint>
 
 #include "kernels/gather.h"
-#include "kernels/guard.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/unit_copy.cuh"
 
 namespace kvd {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr size_t kMaxUnitBytes = 32 * 1024;
 constexpr unsigned kFullGrid = 1u << 20;
 
-// One unit a CTA. A thread holds its kLoads x 16 bytes in registers until the generation is known.
-template <int kLoads>
-__global__ void __launch_bounds__(kThreads) GatherUnitsKernel(const GatherUnit* units, int64_t num_units, int num_words,
-                                                              uint8_t* valid) {
-  for (int64_t i = blockIdx.x; i < num_units; i += gridDim.x) {
+// One unit a team, kThreads / Team::kThreads of them a CTA.
+template <class Team>
+__global__ void __launch_bounds__(kThreads)
+    GatherUnitsKernel(const GatherUnit* units, int64_t num_units, int num_words, uint8_t* valid) {
+  constexpr int kTeams = kThreads / Team::kThreads;
+  WaitForPredecessor();
+  for (int64_t i = int64_t{blockIdx.x} * kTeams + Team::index(); i < num_units; i += int64_t{gridDim.x} * kTeams) {
     const GatherUnit unit = units[i];
-    const bool guarded = unit.header != nullptr;
-    if (guarded && threadIdx.x == 0) guard::Prefetch(unit.header);
-    const auto* source = reinterpret_cast<const uint4*>(unit.source);
-    auto* destination = reinterpret_cast<uint4*>(unit.destination);
-    uint4 words[kLoads];
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      const int at = k * kThreads + static_cast<int>(threadIdx.x);
-      words[k] = at < num_words ? guard::Load(source + at) : uint4{0, 0, 0, 0};
-    }
-    // Every thread looks after its own loads; the unit is valid if all of them saw the expected value.
-    const bool sealed = !guarded || __syncthreads_and(guard::StillSealed(unit.header, unit.generation)) != 0;
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      const int at = k * kThreads + static_cast<int>(threadIdx.x);
-      if (at < num_words) __stcg(destination + at, sealed ? words[k] : uint4{0, 0, 0, 0});
-    }
-    if (threadIdx.x == 0) valid[i] = sealed ? 1 : 0;
+    Team team;
+    const bool sealed = team.Load(unit.source, num_words, unit.header, unit.generation);
+    if (i + int64_t{gridDim.x} * kTeams >= num_units) LetSuccessorStart();
+    team.Store(unit.destination, num_words, !sealed);
+    if (Team::rank() == 0) valid[i] = sealed ? 1 : 0;
   }
 }
 
@@ -60,21 +49,14 @@ unsigned GridOf(int64_t num_units) {
 
 cudaError_t LaunchGatherUnits(const GatherUnit* units, int64_t num_units, size_t unit_bytes, uint8_t* valid,
                               cudaStream_t stream) {
-  if (num_units < 0 || unit_bytes == 0 || unit_bytes % 2048 != 0 || unit_bytes > kMaxUnitBytes)
-    return cudaErrorInvalidValue;
-  if (num_units == 0) return cudaSuccess;
-  const int num_words = static_cast<int>(unit_bytes / 16);
-  const unsigned grid = GridOf(num_units);
-  if (unit_bytes <= 4 * 1024) {
-    GatherUnitsKernel<2><<<grid, kThreads, 0, stream>>>(units, num_units, num_words, valid);
-  } else if (unit_bytes <= 8 * 1024) {
-    GatherUnitsKernel<4><<<grid, kThreads, 0, stream>>>(units, num_units, num_words, valid);
-  } else if (unit_bytes <= 16 * 1024) {
-    GatherUnitsKernel<8><<<grid, kThreads, 0, stream>>>(units, num_units, num_words, valid);
-  } else {
-    GatherUnitsKernel<16><<<grid, kThreads, 0, stream>>>(units, num_units, num_words, valid);
-  }
-  return cudaGetLastError();
+  return WithTeamFor(unit_bytes, [&]<class Team>() -> cudaError_t {
+    if (num_units < 0) return cudaErrorInvalidValue;
+    if (num_units == 0) return cudaSuccess;
+    constexpr int kTeams = kThreads / Team::kThreads;
+    const unsigned grid = GridOf((num_units + kTeams - 1) / kTeams);
+    return LaunchOverlapped(GatherUnitsKernel<Team>, grid, kThreads, 0, 0, stream, units, num_units,
+                            static_cast<int>(unit_bytes / 16), valid);
+  });
 }
 
 cudaError_t LaunchPackUnits(const PackArgs& args, cudaStream_t stream) {

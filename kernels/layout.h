@@ -130,8 +130,6 @@ static_assert(MakeSummaryLayout(64, 16, 4).coarse[kUnitChecksum] % 8 == 0);
 
 // --- slot: one page of one shard -------------------------------------------------------------------
 
-// Units of a slot stand as [L][shard heads]; its records as all coarse parts [L][shard heads], then all
-// fine parts [L][shard heads].
 // Checksum64 of the unit whose record's coarse part is at `coarse`.
 inline uint64_t UnitChecksumOf(const uint8_t* coarse, const SummaryLayout& layout) {
   uint64_t checksum;
@@ -139,6 +137,8 @@ inline uint64_t UnitChecksumOf(const uint8_t* coarse, const SummaryLayout& layou
   return checksum;
 }
 
+// Units of a slot stand as [L][shard heads]; its records as all coarse parts [L][shard heads], then all
+// fine parts [L][shard heads].
 struct SlotLayout {
   int32_t num_layers;
   int32_t shard_heads;

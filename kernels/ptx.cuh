@@ -146,6 +146,20 @@ __device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&m)[4], uint32_
                : "memory");
 }
 
+// (a & mask) ^ flip in one instruction; of two constants the compiler makes two.
+__device__ __forceinline__ uint32_t AndXor(uint32_t a, uint32_t mask, uint32_t flip) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(a), "r"(mask), "r"(flip));
+  return d;
+}
+
+// Hides where a value comes from, so that a loop keeps it in a register instead of computing it again.
+template <class T>
+__device__ __forceinline__ T Keep(T x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // 2^x and log2(x), within 2^-22.
 __device__ __forceinline__ float Exp2(float x) {
   float y;
@@ -158,8 +172,17 @@ __device__ __forceinline__ float Log2(float x) {
   return y;
 }
 
+// For results that a kernel reads soon after this one: they stay in the L2, rather than being written to memory between
+// the reads of a scan, which slows those down by more than their own bytes.
+__device__ __forceinline__ void StoreKept(float* at, float value) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+  asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(at), "f"(value), "l"(policy) : "memory");
+}
+
 // Reductions over the four lanes of a quad; every lane gets the result, and the same bits.
-__device__ __forceinline__ float QuadSum(float x) {
+template <class T>
+__device__ __forceinline__ T QuadSum(T x) {
   x += __shfl_xor_sync(kAllLanes, x, 2);
   return x + __shfl_xor_sync(kAllLanes, x, 1);
 }

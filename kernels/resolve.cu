@@ -184,6 +184,7 @@ __device__ int FindOldest(int size, int need, uint64_t step, Shared* shared) {
 __global__ void __launch_bounds__(kMaxThreads) ResolveKernel(const __grid_constant__ ResolveBatch batch) {
   __shared__ Shared shared;
   const int64_t index = blockIdx.x;
+  WaitForPredecessor();
   const ResolveRow row = batch.rows[index];
   const uint64_t step = *batch.step;
   const int num_pages = batch.num_pages[index];
@@ -249,8 +250,7 @@ cudaError_t LaunchResolve(const ResolveBatch& batch, cudaStream_t stream) {
   if (batch.num_rows == 0) return cudaSuccess;
   const int work = std::max(batch.max_slots / 2, batch.max_pages);
   const unsigned threads = work <= 128 ? 128 : work <= 256 ? 256 : work <= 512 ? 512 : kMaxThreads;
-  ResolveKernel<<<static_cast<unsigned>(batch.num_rows), threads, 0, stream>>>(batch);
-  return cudaGetLastError();
+  return LaunchOverlapped(ResolveKernel, static_cast<unsigned>(batch.num_rows), threads, 0, 0, stream, batch);
 }
 
 cudaError_t LaunchEvictInvalid(const ResolveBatch& batch, const uint8_t* valid, cudaStream_t stream) {

@@ -77,7 +77,8 @@ void ScoreRefine(const RefineArgs& args);
 // Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable. num_pages, num_candidates
 //           and the tables behind the pointers are read when the kernel runs, not when it is launched.
 // REQUIRES: 0 <= num_pages[n] <= min(lse_stride, page_capacity[n]); candidates are pages of their sequence.
-// Errors:   cudaErrorInvalidValue if a limit is violated (nothing is enqueued); else the launch's.
+// Errors:   cudaErrorInvalidValue if a limit is violated, cudaErrorNotSupported for a geometry that is not built
+//           (kernels/built_geometries.h); nothing is enqueued then; else the launch's.
 [[nodiscard]] cudaError_t LaunchScoreFull(const ScoreArgs& args, cudaStream_t stream);
 [[nodiscard]] cudaError_t LaunchScoreCoarse(const ScoreArgs& args, cudaStream_t stream);
 [[nodiscard]] cudaError_t LaunchScoreRefine(const RefineArgs& args, cudaStream_t stream);

@@ -1,5 +1,4 @@
-// The arithmetic of one warp on eight records: queries as digits, codes as integers, modes to token logits, and
-// the log of a page's sum.
+// The arithmetic of one warp on eight records: codes as integers, modes to token logits, and the log of a page's sum.
 //
 // Device code only. Internal to kernels/score*.cu.
 //
@@ -11,26 +10,11 @@
 
 #include <cuda_fp16.h>
 
-#include "kernels/score_ring.cuh"
+#include "kernels/score_queries.cuh"
 
 namespace kvd::score {
 
-// --- queries ---------------------------------------------------------------------------------------
-
-// The queries of one KV head as the A operand, in fixed point: each head is scaled by a power of two so that
-// its largest component is in [2^21, 2^22), rounded to integers (an error of 2^-22 of that component at most)
-// and cut into three signed digits, q = 65536 d0 + 256 d1 + d2. Products of digits and codes are then exact,
-// and their sums too. Rows of the A operands, one product a line:
-//   up to 4 heads:   d0 of heads 0..3, d1 of heads 0..3, d2 of heads 0..3, zeros
-//   up to 8 heads:   d0 of heads 0..7, d1 of heads 0..7 | d2 of heads 0..7, zeros
-//   up to 16 heads:  d0 of all heads | d1 of all heads | d2 of all heads
-template <class S>
-struct Queries {
-  uint32_t a[S::kMmas][S::kWords][4];
-  float sum[S::kSets];        // of the scaled components
-  float factor[S::kSets];     // scale * log2(e) * what undoes the power of two
-  float half_norm[S::kSets];  // .5 * scale^2 * |q|^2 * log2(e)
-};
+// --- codes ----------------------------------------------------------------------------------------
 
 // A value for each of this lane's pages of a step, and each of its heads. Up to 4 heads: page PageOf and head
 // g % 4; else pages 2 t and 2 t + 1 and heads g and g + 8.
@@ -44,102 +28,6 @@ template <class S>
 __device__ __forceinline__ int PageOf(int i) {
   const int half = threadIdx.x % 32 / 16, t = threadIdx.x % 4;
   return S::kPages == 2 ? 2 * t + i : 2 * t + (S::kOnlyCoarse ? half ^ (t / 2) : half);
-}
-
-struct Digits {
-  int d[3];
-};
-__device__ __forceinline__ Digits CutDigits(float x) {
-  const int q = __float2int_rn(x);
-  const int d2 = static_cast<int8_t>(q & 255);
-  const int rest = (q - d2) >> 8;
-  const int d1 = static_cast<int8_t>(rest & 255);
-  return {(rest - d1) >> 8, d1, d2};
-}
-
-// Row g + 8 `upper` of product `mma` holds this digit; 3 for none.
-template <class S>
-__device__ __forceinline__ int DigitOf(int mma, int upper) {
-  if constexpr (S::kPadded == 4) return threadIdx.x % 32 / 16 + 2 * upper;
-  if constexpr (S::kPadded == 8) return mma == 0 ? upper : upper == 0 ? 2 : 3;
-  return mma;
-}
-
-// What a lane reads of the queries of a KV head. Apart from what is made of it, so that the first loads of all are on
-// their way before the ring's copies: behind those they take three times as long.
-template <class S>
-struct QueryBits {
-  uint4 at[S::kSets][S::kWords];
-};
-template <class S>
-__device__ __forceinline__ int HeadOf(int set) {
-  const int g = threadIdx.x % 32 / 4;
-  return S::kPadded == 4 ? g % 4 : g + 8 * set;
-}
-template <class S>
-__device__ __forceinline__ QueryBits<S> FetchQueries(const ScoreArgs& args, int row) {
-  QueryBits<S> bits;
-#pragma unroll
-  for (int set = 0; set < S::kSets; ++set) {
-    const uint16_t* source = args.query + (int64_t{row} * args.group + min(HeadOf<S>(set), args.group - 1)) * S::kDim +
-                             threadIdx.x % 4 * (S::kDim / 4);
-#pragma unroll
-    for (int w = 0; w < S::kWords; ++w) bits.at[set][w] = *reinterpret_cast<const uint4*>(source + 8 * w);
-  }
-  return bits;
-}
-
-// Out of line, and by value: the caller's copy then stays in registers.
-template <class S>
-__device__ __noinline__ Queries<S> MakeQueries(const ScoreArgs& args, QueryBits<S> read) {
-  Queries<S> q = {};
-#pragma unroll
-  for (int set = 0; set < S::kSets; ++set) {
-    const int head = HeadOf<S>(set);
-    float x[S::kWords * 8];
-    float largest = 0;
-#pragma unroll
-    for (int w = 0; w < S::kWords; ++w) {
-      const uint4 bits = read.at[set][w];
-      const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 both = args.dtype == KvDtype::kBf16
-                                ? ptx::Bf16Pair(pairs[i])
-                                : __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
-        x[8 * w + 2 * i] = head < args.group ? both.x : 0;
-        x[8 * w + 2 * i + 1] = head < args.group ? both.y : 0;
-        largest = fmaxf(largest, fmaxf(fabsf(x[8 * w + 2 * i]), fabsf(x[8 * w + 2 * i + 1])));
-      }
-    }
-    const int exponent = max((__float_as_int(ptx::QuadMax(largest)) >> 23) - 127, -100);
-    const float shrink = __int_as_float((127 + 21 - exponent) << 23);
-    const float undo = __int_as_float((127 + exponent - 21) << 23);
-    float sum = 0, squares = 0;
-#pragma unroll
-    for (int d = 0; d < 8 * S::kWords; ++d) {  // dim d of a word: byte d / 2 of the even or the odd register
-      const float scaled = x[d] * shrink;
-      sum += scaled;
-      squares += scaled * scaled;
-      const Digits digits = CutDigits(scaled);
-      const int odd = d % 2, byte = d % 8 / 2;
-#pragma unroll
-      for (int mma = 0; mma < S::kMmas; ++mma) {
-#pragma unroll
-        for (int upper = 0; upper < 2; ++upper) {
-          if (S::kSets == 2 && upper != set) continue;
-          const int digit = DigitOf<S>(mma, upper);
-          const int value = digit == 0 ? digits.d[0] : digit == 1 ? digits.d[1] : digit == 2 ? digits.d[2] : 0;
-          q.a[mma][d / 8][2 * odd + upper] |= (static_cast<uint32_t>(value) & 255) << (8 * byte);
-        }
-      }
-    }
-    const float scale = args.softmax_scale;
-    q.sum[set] = ptx::QuadSum(sum);
-    q.factor[set] = fminf(scale * kLog2e * undo, kMaxFloat);
-    q.half_norm[set] = fminf(.5f * kLog2e * (ptx::QuadSum(squares) * undo * scale) * (undo * scale), kMaxFloat);
-  }
-  return q;
 }
 
 // One lane's part of a row of int4 codes. `at` is aligned to its size, or to 4 for D = 96.
@@ -160,46 +48,45 @@ __device__ __forceinline__ void LoadCodes(const uint8_t* at, uint32_t (&words)[S
   }
 }
 
-// One B operand: int8 codes of the even dims of a word, and of the odd ones.
+// One B operand: int8 codes of the even dims of a word, as they are, and of the odd ones, times 16. Even dims' stand there 8
+// too large, and the odd dims' of the centroid's low nibbles 8 too small: what the sums start from makes up for it.
 struct Codes {
   uint32_t even, odd;
 };
-// Two's complement int4 codes, times 16.
-__device__ __forceinline__ Codes ModeCodes(uint32_t word) { return {(word << 4) & 0xF0F0F0F0u, word & 0xF0F0F0F0u}; }
-// The centroid's high nibbles (offset binary), times 16.
-__device__ __forceinline__ Codes HighCodes(uint32_t high) { return ModeCodes(high ^ 0x88888888u); }
-// The centroid's int8 codes from both nibbles.
-__device__ __forceinline__ Codes CentroidCodes(uint32_t high, uint32_t low) {
-  return {(((high << 4) & 0xF0F0F0F0u) | (low & 0x0F0F0F0Fu)) ^ 0x80808080u,
-          ((high & 0xF0F0F0F0u) | ((low >> 4) & 0x0F0F0F0Fu)) ^ 0x80808080u};
+// Of two's complement int4 codes.
+__device__ __forceinline__ Codes ModeCodes(uint32_t word) {
+  return {ptx::AndXor(word, 0x0F0F0F0Fu, 0x08080808u), word & 0xF0F0F0F0u};
+}
+// Of nibbles in offset binary: the centroid's.
+__device__ __forceinline__ Codes CentroidCodes(uint32_t word) {
+  return {word & 0x0F0F0F0Fu, ptx::AndXor(word, 0xF0F0F0F0u, 0x80808080u)};
 }
 
-// The products of the queries with eight rows of codes, as they accumulate. Sums start at 1.5 2^23 as a float:
-// their bits are then at once those of the float 1.5 2^23 + sum, exact for |sum| <= 2^22, which no 256 products
-// of int8 values exceed.
-inline constexpr float kMagic = 12582912.0f;
+// The products of the queries with eight rows of codes, times 16, as they accumulate.
 template <class S>
 struct Sums {
   int32_t at[S::kMmas][4];
   // Words are added from 0 on.
-  __device__ __forceinline__ void Add(const Queries<S>& q, int word, const Codes& codes) {
-    constexpr int32_t kStart[4] = {0x4B400000, 0x4B400000, 0x4B400000, 0x4B400000};
+  __device__ __forceinline__ void Add(const Queries<S>& q, const int32_t (&start)[S::kMmas][4], int word,
+                                      const Codes& codes) {
 #pragma unroll
     for (int mma = 0; mma < S::kMmas; ++mma) {
       if (word == 0) {
-        ptx::MmaInt8(at[mma], q.a[mma][word], codes.even, codes.odd, kStart);
+        ptx::MmaInt8(at[mma], q.a[mma][word], codes.even, codes.odd, start[mma]);
       } else {
         ptx::MmaInt8(at[mma], q.a[mma][word], codes.even, codes.odd, at[mma]);
       }
     }
   }
-  __device__ __forceinline__ float Value(int mma, int i) const { return __int_as_float(at[mma][i]) - kMagic; }
+  __device__ __forceinline__ float Biased(int mma, int i) const { return __int_as_float(at[mma][i]); }
+  __device__ __forceinline__ float Value(int mma, int i) const { return Biased(mma, i) - kMagic; }
 
-  // Column 2 t + i, of the digits that this lane has: with more than 4 heads all of head g (or g + 8).
+  // Column 2 t + i, of the digits that this lane has: with more than 4 heads all of head g (or g + 8). With up to 4 the
+  // lower half of the warp gives kMagic more and the upper half as much less, for SumHalves to cancel.
   __device__ __forceinline__ float Combine(int set, int i) const {
     if constexpr (S::kPadded == 4) {
-      const bool upper_half = threadIdx.x % 32 >= 16;  // d1 and nothing, else d0 and d2
-      return Value(0, i) * (upper_half ? 256.0f : 65536.0f) + Value(0, 2 + i);
+      const float weight = threadIdx.x % 32 >= 16 ? 256.0f : 65536.0f;  // upper half: d1 and nothing, lower: d0 and d2
+      return fmaf(Biased(0, i), weight, -kMagic * weight) + Biased(0, 2 + i);
     } else if constexpr (S::kPadded == 8) {
       return Value(0, i) * 65536.0f + (Value(0, 2 + i) * 256.0f + Value(1, i));
     } else {
@@ -239,7 +126,7 @@ __device__ __forceinline__ void LoadCoefficients(const uint8_t* row0, const uint
 #pragma unroll
   for (int i = 0; i < S::kTiles; ++i) {
     // The byte c + 128 as a subnormal is (c + 128) 2^-24; times 2^15, less 2^-2, it is c 2^-9.
-    const uint32_t bits = ((i % 2 == 0 ? pairs[i / 2] : pairs[i / 2] >> 8) & 0x00FF00FFu) ^ 0x00800080u;
+    const uint32_t bits = ptx::AndXor(i % 2 == 0 ? pairs[i / 2] : pairs[i / 2] >> 8, 0x00FF00FFu, 0x00800080u);
     const __half2 value = __hfma2(*reinterpret_cast<const __half2*>(&bits), __half2half2(__ushort_as_half(0x7800)),
                                   __half2half2(__ushort_as_half(0xB400)));
     tiles[i] = *reinterpret_cast<const uint32_t*>(&value);
@@ -262,8 +149,9 @@ __device__ __forceinline__ bool IsPlain(float y0, float y1, float limit) { retur
 
 __device__ __forceinline__ float Saturate(float x, float limit) { return fminf(fmaxf(x, -limit), limit); }
 
-// y of a mode at any size: finite. A NaN can only be an infinity times a scale of 0.
+// y of a mode, or a center, at any size: finite. A NaN can only be an infinity times a sum of 0.
 __device__ __forceinline__ float SaturateY(float y) { return y == y ? Saturate(y, 1e33f) : 0; }
+__device__ __forceinline__ float SaturateCenter(float c) { return c == c ? Saturate(c, kMaxLogit2) : 0; }
 
 // A power of two that `largest` is divided by to stay under 2^14; 1 if it is there already.
 __device__ __forceinline__ float Excess(float largest) {
@@ -274,6 +162,14 @@ __device__ __forceinline__ float Excess(float largest) {
 __device__ __forceinline__ float SoftCap(float x, float cap) {
   const float e = ptx::Exp2(Saturate(2 * kLog2e * x / cap, 120));
   return cap - 2 * cap / (e + 1);
+}
+
+template <int kCount>
+__device__ __forceinline__ float SumOfPowers(const float (&x)[kCount]) {
+  float sum = ptx::Exp2(x[0]);
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) sum += ptx::Exp2(x[i]);
+  return sum;
 }
 
 // log2 of the sum of 2^x over a page's tokens, with every guard: x are this lane's logits beside the
@@ -290,10 +186,9 @@ __device__ __forceinline__ float GuardedLogSum(float (&x)[kCount], float center,
   }
   largest = ptx::QuadMax(largest);
   const float shift = shifted || cap2 > 0 ? largest : 0;
-  float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sum += ptx::Exp2(x[i] - shift);
-  return shift + ptx::Log2(ptx::QuadSum(sum));
+  for (int i = 0; i < kCount; ++i) x[i] -= shift;
+  return shift + ptx::Log2(ptx::QuadSum(SumOfPowers(x)));
 }
 
 // Sums `part` of each of eight pages over the quad; lane t gets those of pages 2 t and 2 t + 1. Adds in
@@ -327,26 +222,37 @@ __device__ __forceinline__ float ScatterSum4(const float (&part)[4]) {
   return (t % 2 ? half[1] : half[0]) + __shfl_xor_sync(kAllLanes, t % 2 ? half[0] : half[1], 1);
 }
 
-// Writes this lane's results for the step that starts at page (or candidate) `first`; lse2 is in units of
-// ln 2.
+// Where this lane's results of a row go.
 template <class S>
-__device__ __forceinline__ void StoreLse(const KernelArgs& args, const Place& place, int first,
-                                         const PerPage<S>& lse2) {
-  const int g = threadIdx.x % 32 / 4;
+struct Output {
+  float* rows[S::kSets];  // null: a head beyond the group
+
+  // The results, in units of ln 2, of the step that starts at page (or candidate) `first`.
+  __device__ __forceinline__ void Store(const KernelArgs& args, const Place& place, int first,
+                                        const PerPage<S>& lse2) const {
 #pragma unroll
-  for (int i = 0; i < S::kPages; ++i) {
-    const int idx = first + PageOf<S>(i);
-    if (idx >= place.count) continue;
-    const int page =
-        args.candidates != nullptr ? args.candidates[int64_t{place.row} * args.max_candidates + idx] : idx;
+    for (int i = 0; i < S::kPages; ++i) {
+      const int idx = first + PageOf<S>(i);
+      if (idx >= place.count) continue;
+      int page = idx;
+      if (!S::kOnlyCoarse && args.candidates != nullptr)
+        page = args.candidates[int64_t{place.row} * args.max_candidates + idx];
 #pragma unroll
-    for (int set = 0; set < S::kSets; ++set) {
-      const int head = S::kPadded == 4 ? g % 4 : g + 8 * set;
-      if (head < args.score.group)
-        args.score.lse[(int64_t{place.row} * args.score.group + head) * args.score.lse_stride + page] =
-            Saturate(lse2.at[set][i], kMaxLogit2) * kLn2;
+      for (int set = 0; set < S::kSets; ++set)
+        if (rows[set] != nullptr) ptx::StoreKept(rows[set] + page, lse2.at[set][i] * kLn2);
     }
   }
+};
+
+template <class S>
+__device__ __forceinline__ Output<S> OutputOf(const ScoreArgs& args, int row) {
+  Output<S> out;
+#pragma unroll
+  for (int set = 0; set < S::kSets; ++set) {
+    const int head = HeadOf<S>(set);
+    out.rows[set] = head < args.group ? args.lse + (int64_t{row} * args.group + head) * args.lse_stride : nullptr;
+  }
+  return out;
 }
 
 }  // namespace kvd::score

@@ -20,6 +20,7 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kMaxLogit2 = 1e30f * kLog2e;  // logits saturate at 1e30; here in units of ln 2
 inline constexpr float kMaxFloat = 3.4e38f;
+inline constexpr float kPlainCenter = 7.9e28f;  // well below kMaxLogit2
 
 struct KernelArgs {
   ScoreArgs score;
@@ -49,16 +50,16 @@ struct Shape {
   static constexpr uint32_t kCoarseBytes = kLayout.coarse_bytes;
   static constexpr uint32_t kFineBytes = kLayout.fine_bytes;
   static constexpr uint32_t kStageBytes = kPiece * (kCoarseBytes + (kCoarse ? 0 : kFineBytes));
-  // As many CTAs an SM as its 227 KiB hold and its registers allow: latencies hide behind other warps. Small
-  // CTAs spread short work over more SMs. More stages, more warps and other deals of the pieces were measured
-  // and gain nothing (bench/README.md). Not fewer than fit: a successor's would start in the gaps.
+  // As many CTAs an SM as its 227 KiB hold and its registers allow: latencies hide behind other warps. Small CTAs
+  // spread short work over more SMs. A coarse scan of up to 4 heads has four steps side by side in a warp, and is
+  // slower with a third CTA.
   static constexpr int kWarps = 4;
   static constexpr int kStages = 2;
   static constexpr uint32_t kSharedBytes = kWarps * kStages * kStageBytes;
   static constexpr int kCtasThatFit = static_cast<int>(227 * 1024 / (kSharedBytes + 1024));
-  static constexpr int kMostCtas = D == 256 ? 2 : !kCoarse || kPadded == 16 ? 3 : kPadded == 8 ? 4 : 5;
+  static constexpr int kMostCtas = D == 256 || (kCoarse && kPadded == 4) ? 2 : 3;
   static constexpr int kCtasPerSm = kCtasThatFit < kMostCtas ? kCtasThatFit : kMostCtas;
-  static_assert(kCtasPerSm >= 1);
+  static_assert(kCtasPerSm >= 1 && (kCoarse || kPiece <= 32));  // a refining scan: a lane copies a record
   static constexpr int kThreads = 32 * kWarps;
 };
 
@@ -82,23 +83,29 @@ __device__ __forceinline__ int RowCount(const KernelArgs& args, int row) {
                                     : args.score.num_pages[row / args.score.num_kv_heads];
 }
 
-template <class S>
-__device__ __forceinline__ void EnterRow(const KernelArgs& args, int row, Place* place) {
-  place->row = row;
-  place->piece = 0;
-  place->count = RowCount(args, row);
-  place->num_pieces = NumPieces<S>(place->count);
-}
-
 // Moves on by `pieces`. REQUIRES: that many follow.
 template <class S>
 __device__ __forceinline__ void Advance(const KernelArgs& args, int pieces, Place* place) {
   place->piece += pieces;
   while (place->piece >= place->num_pieces) {
     const int beyond = place->piece - place->num_pieces;
-    EnterRow<S>(args, place->row + 1, place);
+    ++place->row;
     place->piece = beyond;
+    place->count = RowCount(args, place->row);
+    place->num_pieces = NumPieces<S>(place->count);
   }
+}
+
+// Where the records of a sequence, or of one row, start.
+struct Bases {
+  int64_t capacity;  // of the sequence
+  const uint8_t* coarse;
+  const uint8_t* fine;
+};
+
+template <class S>
+__device__ __forceinline__ Bases ReadBases(const ScoreArgs& args, int n) {
+  return {args.page_capacity[n], args.coarse[n], S::kOnlyCoarse ? nullptr : args.fine[n]};
 }
 
 // A place and where the records of its row start.
@@ -109,18 +116,18 @@ struct Source {
 };
 
 template <class S>
-__device__ __forceinline__ void FindRow(const KernelArgs& args, Source* source) {
-  const int n = source->place.row / args.score.num_kv_heads, head = source->place.row % args.score.num_kv_heads;
-  const int64_t first = head * args.score.page_capacity[n];
-  source->coarse = args.score.coarse[n] + first * S::kCoarseBytes;
-  source->fine = S::kOnlyCoarse ? nullptr : args.score.fine[n] + first * S::kFineBytes;
+__device__ __forceinline__ void FindRow(const Bases& bases, int head, Source* source) {
+  const int64_t first = head * bases.capacity;
+  source->coarse = bases.coarse + first * S::kCoarseBytes;
+  source->fine = S::kOnlyCoarse ? nullptr : bases.fine + first * S::kFineBytes;
 }
 
 template <class S>
 __device__ __forceinline__ void Advance(const KernelArgs& args, int pieces, Source* source) {
-  const int row = source->place.row;
+  const int row = source->place.row, heads = args.score.num_kv_heads;
   Advance<S>(args, pieces, &source->place);
-  if (source->place.row != row) FindRow<S>(args, source);
+  if (source->place.row != row)
+    FindRow<S>(ReadBases<S>(args.score, source->place.row / heads), source->place.row % heads, source);
 }
 
 __device__ __forceinline__ int InclusiveSum(int x) {
@@ -132,22 +139,35 @@ __device__ __forceinline__ int InclusiveSum(int x) {
   return x;
 }
 
+template <class T>
+__device__ __forceinline__ T FromLane(T x, int lane) {
+  return __shfl_sync(kAllLanes, x, lane);
+}
+__device__ __forceinline__ const uint8_t* FromLane(const uint8_t* x, int lane) {
+  return reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(x), lane));
+}
+
 // Deals the pieces of all rows: CTA c takes the c-th of equal runs of neighbouring pieces, whatever the lengths
 // of the sequences, and its warps take turns within it. Returns how many are this warp's; they stand kWarps
 // apart from `first` on.
 template <class S>
-__device__ int TakeRun(const KernelArgs& args, Place* first) {
+__device__ int TakeRun(const KernelArgs& args, Source* first) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // A full scan has the same number of pieces for every head of a sequence.
+  // A full scan has the same number of pieces for every head of a sequence: its items are sequences, a refining scan's rows.
   const bool refine = args.candidates != nullptr;
-  const int heads = refine ? 1 : args.score.num_kv_heads;
-  const int num_items = args.score.num_sequences * (refine ? args.score.num_kv_heads : 1);
+  const int heads = args.score.num_kv_heads, rows_an_item = refine ? 1 : heads, items_a_sequence = refine ? heads : 1;
+  const int num_items = args.score.num_sequences * items_a_sequence;
   const int32_t* counts = refine ? args.num_candidates : args.score.num_pages;
-  const auto pieces_of = [&](int item) { return item < num_items ? heads * NumPieces<S>(counts[item]) : 0; };
-  const int first_pieces = pieces_of(lane);
+  const auto count_of = [&](int item) { return item < num_items ? counts[item] : 0; };
+  // Each lane reads all that the tables say of its first item at once: one wait, not one after the other.
+  const int first_count = count_of(lane);
+  Bases first_bases = {};
+  if (lane < num_items) first_bases = ReadBases<S>(args.score, lane / items_a_sequence);
   int total = 0;
-  for (int base = 0; base < num_items; base += 32)
-    total += static_cast<int>(__reduce_add_sync(kAllLanes, static_cast<unsigned>(base == 0 ? first_pieces : pieces_of(base + lane))));
+  for (int base = 0; base < num_items; base += 32) {
+    const int pieces = rows_an_item * NumPieces<S>(base == 0 ? first_count : count_of(base + lane));
+    total += static_cast<int>(__reduce_add_sync(kAllLanes, static_cast<unsigned>(pieces)));
+  }
   const int cta = static_cast<int>(blockIdx.x), num_ctas = static_cast<int>(gridDim.x);
   const int share = total / num_ctas, rest = total - share * num_ctas;
   const int run = share + (cta < rest ? 1 : 0);
@@ -156,19 +176,27 @@ __device__ int TakeRun(const KernelArgs& args, Place* first) {
 
   int before = 0;
   for (int base = 0; base < num_items; base += 32) {
-    const int pieces = base == 0 ? first_pieces : pieces_of(base + lane);
+    const int count = base == 0 ? first_count : count_of(base + lane);
+    const int pieces = rows_an_item * NumPieces<S>(count);
     const int end = before + InclusiveSum(pieces);
     const unsigned past = __ballot_sync(kAllLanes, end > begin);
-    if (past != 0) {
-      const int owner = __ffs(static_cast<int>(past)) - 1;
-      const int offset = begin - (__shfl_sync(kAllLanes, end, owner) - __shfl_sync(kAllLanes, pieces, owner));
-      EnterRow<S>(args, (base + owner) * heads, first);
-      const int head = offset / first->num_pieces;
-      first->row += head;
-      first->piece = offset - head * first->num_pieces;
-      return (run - warp + S::kWarps - 1) / S::kWarps;
+    if (past == 0) {
+      before = FromLane(end, 31);
+      continue;
     }
-    before = __shfl_sync(kAllLanes, end, 31);
+    const int owner = __ffs(static_cast<int>(past)) - 1, item = base + owner;
+    const int offset = begin - (FromLane(end, owner) - FromLane(pieces, owner));
+    Place& place = first->place;
+    place.count = FromLane(count, owner);
+    place.num_pieces = NumPieces<S>(place.count);
+    const int row_of_item = offset / place.num_pieces;
+    place.row = item * rows_an_item + row_of_item;
+    place.piece = offset - row_of_item * place.num_pieces;
+    const Bases bases = base == 0 ? Bases{FromLane(first_bases.capacity, owner), FromLane(first_bases.coarse, owner),
+                                          FromLane(first_bases.fine, owner)}
+                                  : ReadBases<S>(args.score, item / items_a_sequence);
+    FindRow<S>(bases, refine ? item % heads : row_of_item, first);
+    return (run - warp + S::kWarps - 1) / S::kWarps;
   }
   return 0;
 }
@@ -204,17 +232,24 @@ __device__ __forceinline__ void StartCopy(const KernelArgs& args, const Source& 
 // lse = -inf for the pages that a sequence does not have.
 __device__ inline void FillBeyondTheEnd(const ScoreArgs& args, int64_t warp, int64_t num_warps) {
   constexpr int kRun = 512;
+  const int lane = threadIdx.x % 32;
   const int64_t runs = (args.lse_stride + kRun - 1) / kRun;
   const int num_heads = args.num_kv_heads * args.group;
-  for (int n = 0; n < args.num_sequences; ++n) {
-    const int64_t first_run = args.num_pages[n] / kRun;
-    const int64_t num_runs = (runs - first_run) * num_heads;
-    for (int64_t i = warp; i < num_runs; i += num_warps) {
-      float* row = args.lse + (int64_t{n} * num_heads + i % num_heads) * args.lse_stride;
-      const int64_t start = (first_run + i / num_heads) * kRun;
-      const int64_t end = min(start + kRun, args.lse_stride);
-      for (int64_t p = max(start, int64_t{args.num_pages[n]}) + threadIdx.x % 32; p < end; p += 32)
-        row[p] = __int_as_float(static_cast<int>(0xFF800000u));
+  for (int base = 0; base < args.num_sequences; base += 32) {
+    const int count = base + lane < args.num_sequences ? args.num_pages[base + lane] : 0;
+    unsigned shorter = __ballot_sync(kAllLanes, base + lane < args.num_sequences && count < args.lse_stride);
+    for (; shorter != 0; shorter &= shorter - 1) {
+      const int owner = __ffs(static_cast<int>(shorter)) - 1;
+      const int num_pages = __shfl_sync(kAllLanes, count, owner);
+      const int64_t first_run = num_pages / kRun;
+      const int64_t num_runs = (runs - first_run) * num_heads;
+      for (int64_t i = warp; i < num_runs; i += num_warps) {
+        float* row = args.lse + (int64_t{base + owner} * num_heads + i % num_heads) * args.lse_stride;
+        const int64_t start = (first_run + i / num_heads) * kRun;
+        const int64_t end = min(start + kRun, args.lse_stride);
+        for (int64_t p = max(start, int64_t{num_pages}) + lane; p < end; p += 32)
+          row[p] = __int_as_float(static_cast<int>(0xFF800000u));
+      }
     }
   }
 }

@@ -12,17 +12,24 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
+#include "kernels/built_geometries.h"
 #include "kernels/launch.cuh"
 #include "kernels/score_step4.cuh"
 
 namespace kvd::score {
 
+// What a lane keeps through all steps.
+struct NoLane {};
 template <class S>
-__device__ __forceinline__ void ScoreSteps(const Records (&records)[S::kStepsAStage], const Queries<S>& q, float cap2,
-                                           PerPage<S> (&lse2)[S::kStepsAStage]) {
+using Lane = std::conditional_t<S::kOnlyCoarse && S::kPadded == 4, CoarseLane4<S>, NoLane>;
+
+template <class S>
+__device__ __forceinline__ void ScoreSteps(const Lane<S>& lane, const Records (&records)[S::kStepsAStage],
+                                           const Queries<S>& q, float cap2, PerPage<S> (&lse2)[S::kStepsAStage]) {
   if constexpr (S::kOnlyCoarse && S::kPadded == 4) {
-    ScoreCoarseSteps4(records, q, cap2, lse2);
+    ScoreCoarseSteps4(lane, records, q, cap2, lse2);
   } else {
 #pragma unroll
     for (int s = 0; s < S::kStepsAStage; ++s) {
@@ -52,14 +59,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
   }
   __syncwarp();
   WaitForPredecessor();
-  Place place;
-  const int run = TakeRun<S>(args, &place);
-  Source ahead = {place, nullptr, nullptr};
+  Source ahead = {};
+  const int run = TakeRun<S>(args, &ahead);
+  Place place = ahead.place;
   QueryBits<S> bits = {};
-  if (run > 0) {
-    bits = FetchQueries<S>(args.score, place.row);
-    FindRow<S>(args, &ahead);
-  }
+  if (run > 0) bits = FetchQueries<S>(args.score, place.row);
   for (int i = 0; i < S::kStages && i < run; ++i) {
     if (i > 0) Advance<S>(args, S::kWarps, &ahead);
     StartCopy<S>(args, ahead, ring + i * S::kStageBytes, full + i);
@@ -68,11 +72,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
     FillBeyondTheEnd(args.score, int64_t{blockIdx.x} * S::kWarps + warp, int64_t{gridDim.x} * S::kWarps);
 
   const float cap2 = args.score.logit_softcap * kLog2e;
-  Queries<S> q = MakeQueries<S>(args.score, bits);
-  for (int i = 0; i < run; ++i) {
-    const int row = place.row;
+  Queries<S> q;
+  Output<S> out;
+  const Lane<S> lane;
+  for (int i = 0, row = -1; i < run; ++i) {
     if (i > 0) Advance<S>(args, S::kWarps, &place);
-    if (place.row != row) q = MakeQueries<S>(args.score, FetchQueries<S>(args.score, place.row));
+    if (place.row != row) {
+      row = place.row;
+      if (i > 0) bits = FetchQueries<S>(args.score, row);
+      q = MakeQueries<S>(args.score, bits);
+      out = OutputOf<S>(args.score, row);
+    }
     const int stage = i % S::kStages;
     uint8_t* base = ring + stage * S::kStageBytes;
     ptx::BarrierWait(full + stage, static_cast<uint32_t>(i / S::kStages) & 1);
@@ -83,13 +93,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
     for (int s = 0; s < S::kStepsAStage; ++s)
       records[s] = {base + s * kStep * S::kCoarseBytes,
                     base + S::kPiece * S::kCoarseBytes + s * kStep * S::kFineBytes};
-    ScoreSteps<S>(records, q, cap2, lse2);
-#pragma unroll
-    for (int s = 0; s < S::kStepsAStage; ++s) StoreLse<S>(args, place, place.piece * S::kPiece + s * kStep, lse2[s]);
+    ScoreSteps<S>(lane, records, q, cap2, lse2);
     __syncwarp();
-    if (i + S::kStages >= run) continue;
-    Advance<S>(args, S::kWarps, &ahead);
-    StartCopy<S>(args, ahead, base, full + stage);
+    if (i + S::kStages < run) {
+      Advance<S>(args, S::kWarps, &ahead);
+      StartCopy<S>(args, ahead, base, full + stage);
+    }
+#pragma unroll
+    for (int s = 0; s < S::kStepsAStage; ++s) out.Store(args, place, place.piece * S::kPiece + s * kStep, lse2[s]);
   }
 }
 
@@ -113,7 +124,7 @@ cudaError_t LaunchScan(const KernelArgs& args, cudaStream_t stream) {
 
 template <int D, int B, int R, bool kCoarse>
 cudaError_t LaunchForGroup(const KernelArgs& args, cudaStream_t stream) {
-  constexpr int kSteps = kCoarse ? 2 : 1;
+  constexpr int kSteps = kCoarse ? 4 : 1;
   if (args.score.group <= 4) return LaunchScan<Shape<D, B, R, 4, kSteps, kCoarse>>(args, stream);
   if (args.score.group <= 8) return LaunchScan<Shape<D, B, R, 8, kSteps, kCoarse>>(args, stream);
   return LaunchScan<Shape<D, B, R, 16, kSteps, kCoarse>>(args, stream);
@@ -122,33 +133,38 @@ cudaError_t LaunchForGroup(const KernelArgs& args, cudaStream_t stream) {
 // Rank matters only to the full scan: the coarse part is the same for all.
 template <int D, bool kCoarse>
 cudaError_t LaunchForDim(const KernelArgs& args, cudaStream_t stream) {
-  const int tokens = args.score.page_tokens, rank = args.score.rank;
-  if (kCoarse || rank == 8) {
-    if (tokens == 16) return LaunchForGroup<D, 16, 8, kCoarse>(args, stream);
-    if (tokens == 32) return LaunchForGroup<D, 32, 8, kCoarse>(args, stream);
-  } else if (rank == 4) {
-    if (tokens == 16) return LaunchForGroup<D, 16, kCoarse ? 8 : 4, kCoarse>(args, stream);
-    if (tokens == 32) return LaunchForGroup<D, 32, kCoarse ? 8 : 4, kCoarse>(args, stream);
+#if KVD_ALL_GEOMETRIES
+  constexpr int kLowRank = kCoarse ? 8 : 4;
+  if (args.score.page_tokens == 32) {
+    if (args.score.rank == 4) return LaunchForGroup<D, 32, kLowRank, kCoarse>(args, stream);
+    return LaunchForGroup<D, 32, 8, kCoarse>(args, stream);
   }
-  return cudaErrorInvalidValue;
+  if (args.score.rank == 4) return LaunchForGroup<D, 16, kLowRank, kCoarse>(args, stream);
+#endif
+  return LaunchForGroup<D, 16, 8, kCoarse>(args, stream);
 }
 
 inline bool IsValid(const ScoreArgs& a) {
   return a.num_sequences >= 0 && a.num_kv_heads >= 1 && a.group >= 1 && a.group <= 16 && a.lse_stride >= 0 &&
          a.lse_stride <= kMaxPages && (a.dtype == KvDtype::kBf16 || a.dtype == KvDtype::kFp16) &&
-         (a.rank == 4 || a.rank == 8);
+         (a.head_dim == 64 || a.head_dim == 96 || a.head_dim == 128 || a.head_dim == 256) &&
+         (a.page_tokens == 16 || a.page_tokens == 32) && (a.rank == 4 || a.rank == 8);
 }
 
 template <bool kCoarse>
 cudaError_t Launch(const KernelArgs& args, cudaStream_t stream) {
-  if (!IsValid(args.score)) return cudaErrorInvalidValue;
-  if (args.score.num_sequences == 0 || args.score.lse_stride == 0) return cudaSuccess;
-  switch (args.score.head_dim) {
+  const ScoreArgs& score = args.score;
+  if (!IsValid(score)) return cudaErrorInvalidValue;
+  if (!IsBuilt(score.head_dim, score.page_tokens, score.rank)) return cudaErrorNotSupported;
+  if (score.num_sequences == 0 || score.lse_stride == 0) return cudaSuccess;
+  switch (score.head_dim) {
     case 64: return LaunchForDim<64, kCoarse>(args, stream);
-    case 96: return LaunchForDim<96, kCoarse>(args, stream);
     case 128: return LaunchForDim<128, kCoarse>(args, stream);
+#if KVD_ALL_GEOMETRIES
+    case 96: return LaunchForDim<96, kCoarse>(args, stream);
     case 256: return LaunchForDim<256, kCoarse>(args, stream);
-    default: return cudaErrorInvalidValue;
+#endif
+    default: return cudaErrorNotSupported;
   }
 }
 

@@ -1,60 +1,17 @@
-// Eight records and more than 4 query heads; and the parts that score_step4.cuh shares.
+// Eight records and more than 4 query heads; and what score_step4.cuh shares of it.
 //
 // Device code only. Internal to kernels/score*.cu.
 
 #ifndef LOCKS_KVD_KERNELS_SCORE_STEP_CUH_
 #define LOCKS_KVD_KERNELS_SCORE_STEP_CUH_
 
-#include "kernels/score_lanes.cuh"
+#include "kernels/score_center.cuh"
 
 namespace kvd::score {
 
-// Eight records in shared memory: record i's coarse part at coarse + i kCoarseBytes, and so the fine.
-struct Records {
-  const uint8_t* coarse;
-  const uint8_t* fine;
-};
-
-// The logits of the centroids, in units of ln 2, without soft cap.
-template <class S>
-__device__ __forceinline__ PerPage<S> Centers(const Records& records, const Queries<S>& q) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  PerPage<S> center;
-  Sums<S> sums;
-  uint32_t high[S::kWords];
-  LoadCodes<S>(records.coarse + g * S::kCoarseBytes + S::kLayout.coarse[kCentroidHigh] + t * (S::kDim / 8), high);
-  if constexpr (S::kOnlyCoarse) {
-#pragma unroll
-    for (int w = 0; w < S::kWords; ++w) sums.Add(q, w, HighCodes(high[w]));
-  } else {
-    uint32_t low[S::kWords];
-    LoadCodes<S>(records.fine + g * S::kFineBytes + S::kLayout.fine[kCentroidLow] + t * (S::kDim / 8), low);
-#pragma unroll
-    for (int w = 0; w < S::kWords; ++w) sums.Add(q, w, CentroidCodes(high[w], low[w]));
-  }
-#pragma unroll
-  for (int i = 0; i < S::kPages; ++i) {
-    const float scale = ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(
-        records.coarse + PageOf<S>(i) * S::kCoarseBytes + S::kLayout.coarse[kCentroidScale])).x;
-#pragma unroll
-    for (int set = 0; set < S::kSets; ++set) {
-      float code = sums.Combine(set, i);
-      if constexpr (S::kPadded == 4) {
-        const float other = sums.Combine(set, 1);
-        const bool odd = PageOf<S>(0) % 2 != 0;
-        code = SumHalves(odd ? other : code, odd ? code : other);
-      }
-      // The coarse scan takes the middle of the codes that share the high nibble.
-      if constexpr (S::kOnlyCoarse) code += 7.5f * q.sum[set];
-      center.at[set][i] = Saturate(Saturate(code * q.factor[set], kMaxFloat) * scale, kMaxLogit2);
-    }
-  }
-  return center;
-}
-
-// y of a mode from its sum (16 is ModeCodes'), its scale and the query's factor.
+// y of a mode from its sum, 16 times too large, its scale and the query's factor.
 __device__ __forceinline__ float YOf(float sum, float factor, float scale) {
-  return sum * factor * (scale * (kYScale / 16));
+  return sum * (factor * (kYScale / 16) * scale);
 }
 
 // --- full ------------------------------------------------------------------------------------------
@@ -92,7 +49,7 @@ __device__ __forceinline__ Sums<S> FullSums(const FullLane<S>& lane, int u, cons
   LoadCodes<S>(lane.codes + u * lane.codes_stride, words);
   Sums<S> sums;
 #pragma unroll
-  for (int w = 0; w < S::kWords; ++w) sums.Add(q, w, ModeCodes(S::kRank == 8 || lane.has_codes ? words[w] : 0));
+  for (int w = 0; w < S::kWords; ++w) sums.Add(q, q.start, w, ModeCodes(S::kRank == 8 || lane.has_codes ? words[w] : 0));
   return sums;
 }
 
@@ -168,7 +125,7 @@ __device__ __noinline__ PerPage<S> FullGuarded(Records records, Queries<S> q, fl
 #pragma unroll
       for (int i = 0; i < 2 * S::kTiles; ++i) x[set][i] *= excess[set];
       const float pair = u % 2 == 0 ? center.at[set][0] : center.at[set][1];
-      const float c = __shfl_sync(kAllLanes, pair, quad + u / 2);
+      const float c = SaturateCenter(__shfl_sync(kAllLanes, pair, quad + u / 2));
       const float result = GuardedLogSum(x[set], c, cap2, shifted[set]);
       if (u == 2 * t) log_sum.at[set][0] = result;
       if (u == 2 * t + 1) log_sum.at[set][1] = result;
@@ -184,16 +141,16 @@ __device__ __forceinline__ PerPage<S> ScoreFullStep(const Records& records, cons
   const PerPage<S> center = Centers(records, q);
   PerPage<S> lse2;
   float y[kStep][S::kSets][2];
-  bool plain = !(cap2 > 0);
+  bool plain = !(cap2 > 0) & ArePlain<S>(center, {});
 #pragma unroll
   for (int u = 0; u < kStep; ++u) {
     FullModes(lane, u, q, y[u]);
 #pragma unroll
-    for (int set = 0; set < S::kSets; ++set) plain = plain && IsPlain(y[u][set][0], y[u][set][1], kPlainY);
+    for (int set = 0; set < S::kSets; ++set) plain &= IsPlain(y[u][set][0], y[u][set][1], kPlainY);
   }
   if (!__all_sync(kAllLanes, plain)) {
     lse2 = FullGuarded<S>(records, q, cap2, center);
-    if (cap2 > 0) return lse2;
+    FinishGuarded(center, {}, cap2, &lse2);
   } else {
     float part[S::kSets][kStep] = {};
 #pragma unroll
@@ -209,30 +166,23 @@ __device__ __forceinline__ PerPage<S> ScoreFullStep(const Records& records, cons
 #pragma unroll
     for (int set = 0; set < S::kSets; ++set) {
       const float2 sums = ScatterSums(part[set]);
-      lse2.at[set][0] = ptx::Log2(sums.x);
-      lse2.at[set][1] = ptx::Log2(sums.y);
+      lse2.at[set][0] = ptx::Log2(sums.x) + center.at[set][0];
+      lse2.at[set][1] = ptx::Log2(sums.y) + center.at[set][1];
     }
-  }
-#pragma unroll
-  for (int set = 0; set < S::kSets; ++set) {
-    lse2.at[set][0] += center.at[set][0];
-    lse2.at[set][1] += center.at[set][1];
   }
   return lse2;
 }
 
 // --- coarse ----------------------------------------------------------------------------------------
 
-// Columns of the product: the two modes of each of four records.
+// Columns of the product: the two modes of each of four records; this lane's part of them is at `codes`.
 template <class S>
-__device__ __forceinline__ Sums<S> CoarseSums(const Records& records, int part, const Queries<S>& q) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+__device__ __forceinline__ Sums<S> CoarseSums(const uint8_t* codes, const Queries<S>& q) {
   uint32_t words[S::kWords];
-  LoadCodes<S>(records.coarse + (4 * part + g / 2) * S::kCoarseBytes + S::kLayout.coarse[kCoarseBasis] +
-                   g % 2 * (S::kDim / 2) + t * (S::kDim / 8), words);
+  LoadCodes<S>(codes, words);
   Sums<S> sums;
 #pragma unroll
-  for (int w = 0; w < S::kWords; ++w) sums.Add(q, w, ModeCodes(words[w]));
+  for (int w = 0; w < S::kWords; ++w) sums.Add(q, q.start, w, ModeCodes(words[w]));
   return sums;
 }
 
@@ -246,7 +196,10 @@ __device__ __forceinline__ float2 CoarseScales(const Records& records, int u) {
 template <class S>
 __device__ __forceinline__ void CoarseModes(const Records& records, int part, const Queries<S>& q,
                                             float (&y)[S::kSets][2]) {
-  const Sums<S> sums = CoarseSums(records, part, q);
+  constexpr SummaryLayout kL = S::kLayout;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const Sums<S> sums = CoarseSums<S>(records.coarse + (4 * part + g / 2) * S::kCoarseBytes + kL.coarse[kCoarseBasis] +
+                                         g % 2 * (S::kDim / 2) + t * (S::kDim / 8), q);
   const float2 scale = CoarseScales<S>(records, 4 * part + threadIdx.x % 4);
 #pragma unroll
   for (int set = 0; set < S::kSets; ++set) {
@@ -309,7 +262,7 @@ __device__ __noinline__ PerPage<S> CoarseGuarded(Records records, Queries<S> q, 
 #pragma unroll
       for (int i = 0; i < 2 * S::kTiles; ++i) x[set][i] *= excess[set];
       const float pair = u % 2 == 0 ? center.at[set][0] : center.at[set][1];
-      const float c = __shfl_sync(kAllLanes, pair, quad + u / 2);
+      const float c = SaturateCenter(__shfl_sync(kAllLanes, pair, quad + u / 2));
       const float result = GuardedLogSum(x[set], c, cap2, shifted[set]);
       if (u == 2 * t) log_sum.at[set][0] = result;
       if (u == 2 * t + 1) log_sum.at[set][1] = result;
@@ -319,33 +272,20 @@ __device__ __noinline__ PerPage<S> CoarseGuarded(Records records, Queries<S> q, 
 }
 
 template <class S>
-__device__ __forceinline__ void AddCenterAndTau(const Records& records, const Queries<S>& q, const PerPage<S>& center,
-                                                PerPage<S>* lse2) {
-#pragma unroll
-  for (int i = 0; i < S::kPages; ++i) {
-    const float tau = ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(
-        records.coarse + PageOf<S>(i) * S::kCoarseBytes + S::kLayout.coarse[kCentroidScale])).y;
-#pragma unroll
-    for (int set = 0; set < S::kSets; ++set)
-      lse2->at[set][i] += center.at[set][i] + Saturate(q.half_norm[set] * tau, kMaxLogit2);
-  }
-}
-
-template <class S>
 __device__ __forceinline__ PerPage<S> ScoreCoarseStep(const Records& records, const Queries<S>& q, float cap2) {
-  const PerPage<S> center = Centers(records, q);
+  const PerPage<S> center = Centers(records, q), term = TauTerms(records, q);
   PerPage<S> lse2;
   float y[2][S::kSets][2];
-  bool plain = !(cap2 > 0);
+  bool plain = !(cap2 > 0) & ArePlain<S>(center, term);
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     CoarseModes(records, part, q, y[part]);
 #pragma unroll
-    for (int set = 0; set < S::kSets; ++set) plain = plain && IsPlain(y[part][set][0], y[part][set][1], kPlainY);
+    for (int set = 0; set < S::kSets; ++set) plain &= IsPlain(y[part][set][0], y[part][set][1], kPlainY);
   }
   if (!__all_sync(kAllLanes, plain)) {
     lse2 = CoarseGuarded<S>(records, q, cap2, center);
-    if (cap2 > 0) return lse2;
+    FinishGuarded(center, term, cap2, &lse2);
   } else {
     float sums[S::kSets][kStep] = {};
 #pragma unroll
@@ -370,11 +310,10 @@ __device__ __forceinline__ PerPage<S> ScoreCoarseStep(const Records& records, co
 #pragma unroll
     for (int set = 0; set < S::kSets; ++set) {
       const float2 both = ScatterSums(sums[set]);
-      lse2.at[set][0] = ptx::Log2(both.x);
-      lse2.at[set][1] = ptx::Log2(both.y);
+      lse2.at[set][0] = ptx::Log2(both.x) + (center.at[set][0] + term.at[set][0]);
+      lse2.at[set][1] = ptx::Log2(both.y) + (center.at[set][1] + term.at[set][1]);
     }
   }
-  AddCenterAndTau(records, q, center, &lse2);
   return lse2;
 }
 

@@ -65,7 +65,8 @@ __device__ __noinline__ PerPage<S> FullGuarded4(Records records, Queries<S> q, f
     FullTokens4(lane, i, y.x / excess, y.y / excess, x);
 #pragma unroll
     for (int k = 0; k < 2 * S::kTiles; ++k) x[k] *= excess;
-    const float result = GuardedLogSum(x, __shfl_sync(kAllLanes, center.at[0][0], quad + i), cap2, shifted);
+    const float c = SaturateCenter(__shfl_sync(kAllLanes, center.at[0][0], quad + i));
+    const float result = GuardedLogSum(x, c, cap2, shifted);
     if (i == t) log_sum.at[0][0] = result;
   }
   return log_sum;
@@ -77,27 +78,25 @@ __device__ __forceinline__ PerPage<S> ScoreFullStep4(const Records& records, con
   const PerPage<S> center = Centers(records, q);
   PerPage<S> lse2;
   float2 y[kStep / 2];
-  bool plain = !(cap2 > 0);
+  bool plain = !(cap2 > 0) & ArePlain<S>(center, {});
 #pragma unroll
   for (int i = 0; i < kStep / 2; ++i) {
     y[i] = FullModes4(lane, i, q);
-    plain = plain && IsPlain(y[i].x, y[i].y, kPlainY);
+    plain &= IsPlain(y[i].x, y[i].y, kPlainY);
   }
   if (!__all_sync(kAllLanes, plain)) {
     lse2 = FullGuarded4<S>(records, q, cap2, center);
-    if (cap2 > 0) return lse2;
+    FinishGuarded(center, {}, cap2, &lse2);
   } else {
-    float part[kStep / 2] = {};
+    float part[kStep / 2];
 #pragma unroll
     for (int i = 0; i < kStep / 2; ++i) {
       float x[2 * S::kTiles];
       FullTokens4(lane, i, y[i].x, y[i].y, x);
-#pragma unroll
-      for (int k = 0; k < 2 * S::kTiles; ++k) part[i] += ptx::Exp2(x[k]);
+      part[i] = SumOfPowers(x);
     }
-    lse2.at[0][0] = ptx::Log2(ScatterSum4(part));
+    lse2.at[0][0] = ptx::Log2(ScatterSum4(part)) + center.at[0][0];
   }
-  lse2.at[0][0] += center.at[0][0];
   return lse2;
 }
 
@@ -105,12 +104,35 @@ __device__ __forceinline__ PerPage<S> ScoreFullStep4(const Records& records, con
 // records 0..3 and the odd ones of records 4..7, in the upper half the others. So each half has half of either.
 __device__ __forceinline__ int CoarsePart4() { return (threadIdx.x % 32 / 16) ^ (threadIdx.x & 1); }
 
+// What a lane would compute again in every step: where it finds its part of eight records, and which rows of the second
+// product's operand are its own.
+template <class S>
+struct CoarseLane4 {
+  uint32_t high, codes, scales, center, coefficients;  // offsets from the first of the eight
+  uint32_t mask[4];                                    // all ones where CoarsePart4() and t / 2 are those of [2 part + i]
+
+  __device__ __forceinline__ CoarseLane4() {
+    constexpr SummaryLayout kL = S::kLayout;
+    constexpr uint32_t kRow = S::kDim / 2;
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const auto part = static_cast<uint32_t>(CoarsePart4());
+    high = ptx::Keep(g * S::kCoarseBytes + kL.coarse[kCentroidHigh] + t * (kRow / 4));
+    codes = ptx::Keep(g / 2 * S::kCoarseBytes + kL.coarse[kCoarseBasis] + g % 2 * kRow + t * (kRow / 4));
+    scales = ptx::Keep((4 * part + t) * S::kCoarseBytes + kL.coarse[kCoarseScales]);
+    center = ptx::Keep(static_cast<uint32_t>(PageOf<S>(0)) * S::kCoarseBytes + kL.coarse[kCentroidScale]);
+    coefficients = ptx::Keep(t * S::kCoarseBytes + kL.coarse[kCoarseCoefficients]);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) mask[i] = ptx::Keep(part == i / 2 && t / 2 == i % 2 ? 0xFFFFFFFFu : 0u);
+  }
+};
+
 // y of record 4 * CoarsePart4() + t: its modes 0 and 1.
 template <class S>
-__device__ __forceinline__ float2 CoarseModes4(const Records& records, const Queries<S>& q) {
+__device__ __forceinline__ float2 CoarseModes4(const CoarseLane4<S>& lane, const Records& records, const Queries<S>& q) {
   const bool second = CoarsePart4() != 0;
-  const Sums<S> low = CoarseSums(records, 0, q), high = CoarseSums(records, 1, q);
-  const float2 scale = CoarseScales<S>(records, (second ? 4 : 0) + threadIdx.x % 4);
+  const Sums<S> low = CoarseSums<S>(records.coarse + lane.codes, q);
+  const Sums<S> high = CoarseSums<S>(records.coarse + lane.codes + 4 * S::kCoarseBytes, q);
+  const float2 scale = ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(records.coarse + lane.scales));
   float y[2];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -126,17 +148,16 @@ __device__ __forceinline__ float2 CoarseModes4(const Records& records, const Que
 __device__ __forceinline__ int CoarseOwner(int i) { return 2 * (i % 2) + ((threadIdx.x % 32 / 16) ^ (i / 2)); }
 
 template <class S>
-__device__ __forceinline__ void CoarseTokens4(const Records& records, float y0, float y1,
+__device__ __forceinline__ void CoarseTokens4(const CoarseLane4<S>& lane, const Records& records, float y0, float y1,
                                               float (&x)[4][2 * S::kTiles]) {
-  const int t = threadIdx.x % 4;
   const Split split = SplitPair(y0, y1);
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     uint32_t tiles[S::kTiles];
-    CoarseCoefficients<S>(records, part, tiles);
-    const bool first = CoarsePart4() == part && t < 2, second = CoarsePart4() == part && t >= 2;
-    const uint32_t a[4] = {first ? split.high : 0, second ? split.high : 0, first ? split.low : 0,
-                           second ? split.low : 0};
+    const uint8_t* row = records.coarse + lane.coefficients + 4 * part * S::kCoarseBytes;
+    LoadCoefficients<S>(row, row + S::kTokens, tiles);
+    const uint32_t first = lane.mask[2 * part], second = lane.mask[2 * part + 1];
+    const uint32_t a[4] = {split.high & first, split.high & second, split.low & first, split.low & second};
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
       float d[4] = {};
@@ -150,13 +171,14 @@ __device__ __forceinline__ void CoarseTokens4(const Records& records, float y0, 
 // As FullGuarded.
 template <class S>
 __device__ __noinline__ PerPage<S> CoarseGuarded4(Records records, Queries<S> q, float cap2, PerPage<S> center) {
+  const CoarseLane4<S> lane;
   const int t = threadIdx.x % 4, quad = threadIdx.x % 32 & ~3;
-  float2 y = CoarseModes4(records, q);
+  float2 y = CoarseModes4(lane, records, q);
   const unsigned wild = __ballot_sync(kAllLanes, !IsPlain(y.x, y.y, kPlainY));
   y = {SaturateY(y.x), SaturateY(y.y)};
   const float excess = Excess(fmaxf(fabsf(y.x), fabsf(y.y)));
   float x[4][2 * S::kTiles];
-  CoarseTokens4<S>(records, y.x / excess, y.y / excess, x);
+  CoarseTokens4(lane, records, y.x / excess, y.y / excess, x);
   PerPage<S> log_sum = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -164,7 +186,7 @@ __device__ __noinline__ PerPage<S> CoarseGuarded4(Records records, Queries<S> q,
     const float times = __shfl_sync(kAllLanes, excess, owner);
 #pragma unroll
     for (int k = 0; k < 2 * S::kTiles; ++k) x[i][k] *= times;
-    const float c = __shfl_sync(kAllLanes, center.at[0][0], quad + i);
+    const float c = SaturateCenter(__shfl_sync(kAllLanes, center.at[0][0], quad + i));
     const float result = GuardedLogSum(x[i], c, cap2, (wild >> owner & 1) != 0);
     if (i == t) log_sum.at[0][0] = result;
   }
@@ -173,36 +195,38 @@ __device__ __noinline__ PerPage<S> CoarseGuarded4(Records records, Queries<S> q,
 
 // All steps of a stage side by side: one's latencies hide behind another's work.
 template <class S>
-__device__ __forceinline__ void ScoreCoarseSteps4(const Records (&records)[S::kStepsAStage], const Queries<S>& q,
-                                                  float cap2, PerPage<S> (&lse2)[S::kStepsAStage]) {
-  PerPage<S> center[S::kStepsAStage];
+__device__ __forceinline__ void ScoreCoarseSteps4(const CoarseLane4<S>& lane, const Records (&records)[S::kStepsAStage],
+                                                  const Queries<S>& q, float cap2, PerPage<S> (&lse2)[S::kStepsAStage]) {
+  PerPage<S> center[S::kStepsAStage], term[S::kStepsAStage];
   float2 y[S::kStepsAStage];
   bool plain = !(cap2 > 0);
 #pragma unroll
   for (int s = 0; s < S::kStepsAStage; ++s) {
-    center[s] = Centers(records[s], q);
-    y[s] = CoarseModes4(records[s], q);
-    plain = plain && IsPlain(y[s].x, y[s].y, kPlainY);
+    const float2 scale_and_tau = ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(records[s].coarse + lane.center));
+    const Sums<S> high = NibbleSums(records[s].coarse + lane.high, q, q.start);
+    const float even = high.Combine(0, 0), odd = high.Combine(0, 1);
+    const bool is_odd = PageOf<S>(0) % 2 != 0;
+    center[s].at[0][0] = CenterOf(SumHalves(is_odd ? odd : even, is_odd ? even : odd), q, 0, scale_and_tau.x);
+    term[s].at[0][0] = q.half_norm[0] * scale_and_tau.y;
+    y[s] = CoarseModes4(lane, records[s], q);
+    plain &= ArePlain<S>(center[s], term[s]) & IsPlain(y[s].x, y[s].y, kPlainY);
   }
   if (!__all_sync(kAllLanes, plain)) {
 #pragma unroll
-    for (int s = 0; s < S::kStepsAStage; ++s) lse2[s] = CoarseGuarded4<S>(records[s], q, cap2, center[s]);
-    if (cap2 > 0) return;
-  } else {
-#pragma unroll
     for (int s = 0; s < S::kStepsAStage; ++s) {
-      float x[4][2 * S::kTiles], part[4] = {};
-      CoarseTokens4<S>(records[s], y[s].x, y[s].y, x);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int k = 0; k < 2 * S::kTiles; ++k) part[i] += ptx::Exp2(x[i][k]);
-      }
-      lse2[s].at[0][0] = ptx::Log2(ScatterSum4(part));
+      lse2[s] = CoarseGuarded4<S>(records[s], q, cap2, center[s]);
+      FinishGuarded(center[s], term[s], cap2, &lse2[s]);
     }
+    return;
   }
 #pragma unroll
-  for (int s = 0; s < S::kStepsAStage; ++s) AddCenterAndTau(records[s], q, center[s], &lse2[s]);
+  for (int s = 0; s < S::kStepsAStage; ++s) {
+    float x[4][2 * S::kTiles], part[4];
+    CoarseTokens4(lane, records[s], y[s].x, y[s].y, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[i] = SumOfPowers(x[i]);
+    lse2[s].at[0][0] = ptx::Log2(ScatterSum4(part)) + (center[s].at[0][0] + term[s].at[0][0]);
+  }
 }
 
 }  // namespace kvd::score

@@ -30,24 +30,22 @@ struct Cut {
   uint32_t lower_inside;  // and in [low, high]
 };
 
-__device__ __noinline__ uint32_t KeyAgain(const SelectArgs& args, const Row& row, const Shared& shared, int p) {
-  return OrderedKey(ScoreOf(args, row, shared, p));
-}
-
 // The pairs of the slice's pages that matter, by threads: Visit(pair) for each. Where they are more than the list
-// holds, all pages are gone through and scores computed again.
+// holds, scores are computed again.
 template <class Visit>
-__device__ __forceinline__ void ForEachPair(const SelectArgs& args, const Plan& plan, const Row& row,
-                                            const Shared& shared, int last_bin, Visit visit) {
-  const bool listed = static_cast<int>(shared.num_listed) <= plan.list_size;
-  const int num = listed ? static_cast<int>(shared.num_listed) : row.own_pages;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < num; i += kThreads) {
-    const int p = listed ? row.list[i] : i;
-    if (!listed && row.bins[i] > last_bin) continue;
-    const uint32_t key = listed ? row.keys[i] : KeyAgain(args, row, shared, i);
-    visit(Pair(key, row.first_page + p));
+__device__ __forceinline__ void ForEachPair(const SelectArgs& args, const Tables& tables, const Plan& plan,
+                                            const Slice& s, const Shared& shared, int last, Visit visit) {
+  if (static_cast<int>(shared.num_listed) > plan.list_size) {
+    ForEachScore(args, tables, s, shared, last, [&](int page, uint32_t which, const Scores& scores) {
+#pragma unroll
+      for (int k = 0; k < kQuad; ++k)
+        if ((which >> k & 1) != 0) visit(Pair(OrderedKey(scores.score[k]), page + k));
+    });
+    return;
   }
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(shared.num_listed); i += kThreads)
+    visit(Pair(s.keys[i], s.first_page + s.list[i]));
 }
 
 // Finds the page that is min(at_most, all)-th from the best among `counted` pages a bin, thread b's being bin b,
@@ -90,14 +88,14 @@ __device__ __forceinline__ Found FindBin(uint32_t counted, uint32_t lower, uint3
 
 // Lets all CTAs know the slice's counts, takes theirs, clears the slice's, and finds the bin as above. Two buffers in
 // turn: a CTA may be a count ahead of one that still waits for the last.
-__device__ __noinline__ Found ExchangeCounts(const Plan& plan, const Row& row, uint32_t at_most, int level,
+__device__ __noinline__ Found ExchangeCounts(const Plan& plan, const Slice& s, uint32_t at_most, int level,
                                              Shared* shared) {
   constexpr int kVectors = kBins / 4;
   uint64_t* here = &shared->counts_here[level % 2];
-  uint32_t* received = row.received + level % 2 * plan.cluster * kBins;
+  uint32_t* received = s.received + level % 2 * plan.cluster * kBins;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kVectors * plan.cluster; i += kThreads) {
-    auto* out = reinterpret_cast<uint4*>(received + row.rank * kBins) + i % kVectors;
+    auto* out = reinterpret_cast<uint4*>(received + s.rank * kBins) + i % kVectors;
     SendTo(plan.cluster == 1, i / kVectors, out, reinterpret_cast<const uint4*>(shared->counts)[i % kVectors], here);
   }
   WaitForAll(plan.cluster == 1, here, static_cast<uint32_t>(level / 2 % 2));
@@ -111,28 +109,18 @@ __device__ __noinline__ Found ExchangeCounts(const Plan& plan, const Row& row, u
     for (int c = 0; c < plan.cluster; ++c) {
       const uint32_t n = received[c * kBins + b];
       counted += n;
-      lower += c < row.rank ? n : 0;
+      lower += c < s.rank ? n : 0;
     }
     shared->counts[b] = 0;
   }
   return FindBin(counted, lower, at_most, shared);
 }
 
-// Gives the pages that matter their keys and finds the cut. One count is enough but for large K and for ties of many
-// pages.
-__device__ inline Cut FindCut(const SelectArgs& args, const Plan& plan, const Row& row, int last_bin,
-                              Shared* shared) {
-  const bool listed = static_cast<int>(shared->num_listed) <= plan.list_size;
-  const int num = listed ? static_cast<int>(shared->num_listed) : row.own_pages;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < num; i += kThreads) {
-    if (!listed && row.bins[i] > last_bin) continue;
-    const float score = ScoreOf(args, row, *shared, listed ? row.list[i] : i);
-    if (listed) row.keys[i] = OrderedKey(score);
-    atomicAdd(&shared->counts[BinOf(score)], 1u);
-  }
-  __syncthreads();
-  Found found = ExchangeCounts(plan, row, static_cast<uint32_t>(args.num_select), 1, shared);
+// Finds the cut from the counted scores; `level`: how many counts have been exchanged. One is enough but for large K
+// and for ties of many pages.
+__device__ inline Cut FindCut(const SelectArgs& args, const Tables& tables, const Plan& plan, const Slice& s,
+                              int last_bin, int level, Shared* shared) {
+  Found found = ExchangeCounts(plan, s, static_cast<uint32_t>(args.num_select), level, shared);
   Cut cut = {};
   if (found.bin < 0) return cut;
   cut = {Pair(LowKeyOf(found.bin), kMaxPages - 1),
@@ -143,14 +131,14 @@ __device__ inline Cut FindCut(const SelectArgs& args, const Plan& plan, const Ro
          found.lower_above,
          found.lower_inside};
 #pragma unroll 1
-  for (int level = 2; cut.inside > kContenders; ++level) {
+  while (cut.inside > kContenders) {
     const int shift = max(0, 64 - __clzll(static_cast<long long>(cut.high - cut.low)) - 8);
-    ForEachPair(args, plan, row, *shared, last_bin, [&](uint64_t pair) {
+    ForEachPair(args, tables, plan, s, *shared, last_bin, [&](uint64_t pair) {
       if (pair >= cut.low && pair <= cut.high)
         atomicAdd(&shared->counts[kBins - 1 - ((pair - cut.low) >> shift)], 1u);
     });
     __syncthreads();
-    found = ExchangeCounts(plan, row, cut.count - cut.above, level, shared);
+    found = ExchangeCounts(plan, s, cut.count - cut.above, ++level, shared);
     cut.low += static_cast<uint64_t>(kBins - 1 - found.bin) << shift;
     cut.high = min(cut.high, cut.low + ((uint64_t{1} << shift) - 1));
     cut.above += found.above;
@@ -162,15 +150,15 @@ __device__ inline Cut FindCut(const SelectArgs& args, const Plan& plan, const Ro
 }
 
 // Marks the slice's pages above the cut as chosen, and hands those in it to all CTAs, each in a place of its own.
-__device__ inline void SpreadContenders(const SelectArgs& args, const Plan& plan, const Row& row, const Cut& cut,
-                                        int last_bin, Shared* shared) {
-  ForEachPair(args, plan, row, *shared, last_bin, [&](uint64_t pair) {
+__device__ inline void SpreadContenders(const SelectArgs& args, const Tables& tables, const Plan& plan,
+                                        const Slice& s, const Cut& cut, int last_bin, Shared* shared) {
+  ForEachPair(args, tables, plan, s, *shared, last_bin, [&](uint64_t pair) {
     if (pair < cut.low) return;
     if (pair <= cut.high) {
       shared->mine[atomicAdd(&shared->num_mine, 1u)] = pair;
     } else {
-      const int p = PageOf(pair) - row.first_page;
-      atomicOr(&row.chosen[p / 32], 1u << (p % 32));
+      const int p = PageOf(pair) - s.first_page;
+      atomicOr(&s.chosen[p / 32], 1u << (p % 32));
     }
   });
   if (threadIdx.x == 0) ExpectFromAll(plan.cluster == 1, &shared->contenders_here, cut.inside * 8);
@@ -189,7 +177,7 @@ __device__ inline void SpreadContenders(const SelectArgs& args, const Plan& plan
 
 // Finds the weakest page chosen, into shared->weakest, and marks the slice's own contenders that are chosen. Returns
 // how many pages CTAs of lower rank write.
-__device__ inline int RankContenders(const Row& row, const Cut& cut, Shared* shared) {
+__device__ inline int RankContenders(const Slice& s, const Cut& cut, Shared* shared) {
   const auto i = threadIdx.x;
   const uint32_t need = cut.count - cut.above;
   bool lower = false;
@@ -200,22 +188,22 @@ __device__ inline int RankContenders(const Row& row, const Cut& cut, Shared* sha
     for (uint32_t k = 0; k < cut.inside; ++k) better += shared->contenders[k] > pair;
     if (better == need - 1) shared->weakest = pair;
     if (better < need) {
-      const int p = PageOf(pair) - row.first_page;
+      const int p = PageOf(pair) - s.first_page;
       lower = p < 0;
-      if (p >= 0 && p < row.own_pages) atomicOr(&row.chosen[p / 32], 1u << (p % 32));
+      if (p >= 0 && p < s.own_pages) atomicOr(&s.chosen[p / 32], 1u << (p % 32));
     }
   }
   return static_cast<int>(cut.lower_above) + __syncthreads_count(lower);
 }
 
 // Writes the slice's chosen pages in order, from place `at` of the row's list on.
-__device__ inline void WritePages(const SelectArgs& args, const Row& row, int at, Shared* shared) {
+__device__ inline void WritePages(const SelectArgs& args, const Slice& s, int at, Shared* shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int words = (row.own_pages + 31) / 32, each = (words + kThreads - 1) / kThreads;
+  const int words = (s.own_pages + 31) / 32, each = (words + kThreads - 1) / kThreads;
   const int first = static_cast<int>(threadIdx.x) * each, end = min(first + each, words);
   int num = 0;
 #pragma unroll 1
-  for (int w = first; w < end; ++w) num += __popc(row.chosen[w]);
+  for (int w = first; w < end; ++w) num += __popc(s.chosen[w]);
   int through = num;
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) {
@@ -224,28 +212,27 @@ __device__ inline void WritePages(const SelectArgs& args, const Row& row, int at
   }
   if (lane == 31) shared->scan[warp].x = static_cast<uint32_t>(through);
   __syncthreads();
+  at += static_cast<int>(__reduce_add_sync(kAllLanes, lane < warp ? shared->scan[lane].x : 0));
   if (num == 0) return;
-#pragma unroll 1
-  for (int w = 0; w < warp; ++w) at += static_cast<int>(shared->scan[w].x);
-  int32_t* out = args.pages + row.index * args.num_select + at + (through - num);
+  int32_t* out = args.pages + s.row.index * args.num_select + at + (through - num);
 #pragma unroll 1
   for (int w = first; w < end; ++w)
 #pragma unroll 1
-    for (uint32_t bits = row.chosen[w]; bits != 0; bits &= bits - 1)
-      *out++ = row.first_page + 32 * w + __ffs(static_cast<int>(bits)) - 1;
+    for (uint32_t bits = s.chosen[w]; bits != 0; bits &= bits - 1)
+      *out++ = s.first_page + 32 * w + __ffs(static_cast<int>(bits)) - 1;
 }
 
-__device__ inline void FinishRow(const SelectArgs& args, const Plan& plan, const Row& row, const Cut& cut,
+__device__ inline void FinishRow(const SelectArgs& args, const Plan& plan, const Slice& s, const Cut& cut,
                                  const Shared& shared) {
-  int32_t* pages = args.pages + row.index * args.num_select;
+  int32_t* pages = args.pages + s.row.index * args.num_select;
 #pragma unroll 1
-  for (int64_t i = int64_t{cut.count} + row.rank * kThreads + static_cast<int>(threadIdx.x); i < args.num_select;
+  for (int64_t i = int64_t{cut.count} + s.rank * kThreads + static_cast<int>(threadIdx.x); i < args.num_select;
        i += plan.cluster * kThreads)
     pages[i] = -1;
-  if (row.rank != 0 || threadIdx.x != 0) return;
-  args.num_selected[row.index] = static_cast<int32_t>(cut.count);
+  if (s.rank != 0 || threadIdx.x != 0) return;
+  args.num_selected[s.row.index] = static_cast<int32_t>(cut.count);
   const float mean = args.rule == CombineRule::kShare ? logf(static_cast<float>(args.group)) : 0.0f;
-  args.threshold[row.index] = cut.count == 0 ? -NegativeInfinity() : FromOrderedKey(KeyOf(shared.weakest)) - mean;
+  args.threshold[s.row.index] = cut.count == 0 ? -NegativeInfinity() : FromOrderedKey(KeyOf(shared.weakest)) - mean;
 }
 
 }  // namespace kvd::select

@@ -1,53 +1,16 @@
-// The scores of a slice's pages: which pages may be chosen, and which of those can still be among the best K.
+// Norms of the heads, and the scores of a slice's pages that can be among the best K.
 //
-// A page's score lies between its best head's share, `top`, and that plus ln G: only pages whose top comes within ln
-// G of the row's K-th best top get an exact score, one in a hundred as a rule. Device code only. Internal to
-// select.cu.
+// A page's score is at least its best head's share. So the K-th best share of groups' best pages bounds the K-th best
+// score from below, and only groups are looked into whose best values of all heads together reach it. Device code
+// only. Internal to select.cu.
 
 #ifndef LOCKS_KVD_KERNELS_SELECT_SCORES_CUH_
 #define LOCKS_KVD_KERNELS_SELECT_SCORES_CUH_
 
-#include "kernels/select_row.cuh"
+#include "kernels/select_scan.cuh"
+#include "kernels/select_slice.cuh"
 
 namespace kvd::select {
-
-// --- pages that may be chosen ----------------------------------------------------------------------
-
-// The 32 bits from page p on (a multiple of 32) of those in [first, end).
-__device__ __forceinline__ uint32_t BitsBetween(int p, int first, int end) {
-  const int low = max(first - p, 0), high = min(end - p, 32);
-  if (low >= high) return 0;
-  return (kAllLanes >> (32 - high)) & (kAllLanes << low);
-}
-
-__device__ inline void AllowSelectable(const SelectArgs& args, const Row& row) {
-  const auto* bits =
-      args.selectable == nullptr ? nullptr : reinterpret_cast<const uint32_t*>(args.selectable[row.sequence]);
-#pragma unroll 1
-  for (int w = static_cast<int>(threadIdx.x); 32 * w < row.own_pages; w += kThreads) {
-    const int p = row.first_page + 32 * w;
-    const uint32_t inside = BitsBetween(p, row.first_selectable, row.end_selectable);
-    row.allowed[w] = inside != 0 && bits != nullptr ? inside & bits[p / 32] : inside;
-  }
-}
-
-// Marks the candidates of the slice in `chosen`, which is clear.
-__device__ inline void MarkCandidates(const SelectArgs& args, const Row& row) {
-  const int32_t* list = args.candidates + row.index * args.max_candidates;
-  const int num = args.num_candidates[row.index];
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < num; i += kThreads) {
-    const int p = list[i] - row.first_page;
-    if (p >= 0 && p < row.own_pages) atomicOr(&row.chosen[p / 32], 1u << (p % 32));
-  }
-}
-__device__ inline void RestrictToCandidates(const Row& row) {
-#pragma unroll 1
-  for (int w = static_cast<int>(threadIdx.x); 32 * w < row.own_pages; w += kThreads) {
-    row.allowed[w] &= row.chosen[w];
-    row.chosen[w] = 0;
-  }
-}
 
 // An unsigned integer of the same order; never 0.
 __device__ __forceinline__ uint32_t OrderedKey(float x) {
@@ -58,46 +21,77 @@ __device__ __forceinline__ float FromOrderedKey(uint32_t key) {
   return __uint_as_float((key & 0x80000000u) != 0 ? key ^ 0x80000000u : ~key);
 }
 
-// kPeak: the maxima over sinks and selectable pages, as ordered keys; for comparison only, so not tuned.
-__device__ __noinline__ void SlicePeaks(const SelectArgs& args, const Plan& plan, const Row& row, Shared* shared) {
+// --- norms -----------------------------------------------------------------------------------------
+
+// A short row: makes the slice's states, for all CTAs, and its best values. REQUIRES: all CTAs of the cluster run.
+__device__ inline void ScanSlice(const SelectArgs& args, const Tables& tables, const Plan& plan, const Slice& s,
+                                 Shared* shared) {
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0)
+    ExpectFromAll(plan.cluster == 1, &shared->states_here, static_cast<uint32_t>(s.row.num_pieces * args.group) * 8);
 #pragma unroll 1
-  for (int g = 0; g < args.group; ++g) {
-    uint32_t top = 0;
-#pragma unroll 1
-    for (int p = static_cast<int>(threadIdx.x); p < row.own_pages; p += kThreads) {
-      if (((row.allowed[p / 32] >> (p % 32)) & 1) == 0 && row.first_page + p >= row.first_selectable) continue;
-      const Place place = PlaceOf(args, row, p);
-      const float x = place.value[g * place.stride];
-      if (!isnan(x)) top = max(top, OrderedKey(x));
-    }
-    if (top != 0) atomicMax(&shared->peak[g], top);
+  for (int task = static_cast<int>(threadIdx.x) / 32; task < s.own_pieces * args.group; task += kWarps) {
+    const int head = task / s.own_pieces, piece = task % s.own_pieces;
+    const Piece found = ScanPiece(args, s.row, head, s.first_piece + piece);
+    if (plan.heads != 0)
+      PutBest(tables, found, s.best + head * plan.slice_groups + piece * tables.piece_groups());
+    auto* out = reinterpret_cast<uint64_t*>(s.states + head * tables.max_pieces + s.first_piece + piece);
+    const uint64_t bits =
+        static_cast<uint64_t>(__float_as_uint(found.state.sum)) << 32 | __float_as_uint(found.state.max);
+    if (lane < plan.cluster) SendTo(plan.cluster == 1, lane, out, bits, &shared->states_here);
   }
-  __syncthreads();
-  const int i = static_cast<int>(threadIdx.x);
-  if (i < plan.cluster * kMaxGroup) {
-    uint32_t* peaks = &shared->peaks[row.rank][0];
-    if (plan.cluster > 1) peaks = cg::this_cluster().map_shared_rank(peaks, i / kMaxGroup);
-    peaks[i % kMaxGroup] = shared->peak[i % kMaxGroup];
-  }
+  WaitForAll(plan.cluster == 1, &shared->states_here, 0);
 }
 
-// kPeak: puts the peaks in place of the norms. REQUIRES: a barrier after MergeStates.
-__device__ inline void TakePeaks(const SelectArgs& args, const Plan& plan, Shared* shared) {
-  const int g = static_cast<int>(threadIdx.x);
+// Z_g from the states of all pieces, a warp a head, into shared->norm.
+__device__ inline void MergeStates(const SelectArgs& args, const Tables& tables, const Plan& plan, const Slice& s,
+                                   Shared* shared) {
+  const int lane = threadIdx.x % 32, g = threadIdx.x / 32;
   if (g >= args.group) return;
-  uint32_t top = 0;
-#pragma unroll 1
-  for (int c = 0; c < plan.cluster; ++c) top = max(top, shared->peaks[c][g]);
-  const float peak = top == 0 ? NegativeInfinity() : FromOrderedKey(top);
-  shared->norm[g] = peak == NegativeInfinity() ? -peak : peak;
+  const State* states = plan.is_short ? s.states + g * tables.max_pieces
+                                      : tables.states + (s.row.index * args.group + g) * tables.max_pieces;
+  State all[kMaxPieces / 32];
+  float max = NegativeInfinity(), sum = 0;
+#pragma unroll
+  for (int i = 0; i < kMaxPieces / 32; ++i) {
+    const int piece = 32 * i + lane;
+    all[i] = piece < s.row.num_pieces ? states[piece] : State{NegativeInfinity(), 0};
+  }
+#pragma unroll
+  for (const State& state : all) max = fmaxf(max, state.max);
+  max = WarpMax(max);
+  const float shift = max == NegativeInfinity() ? 0.0f : max;
+#pragma unroll
+  for (const State& state : all) sum += state.sum * ptx::Exp2((state.max - shift) * kLog2e);
+  sum = WarpSum(sum);
+  const float norm = max == NegativeInfinity() ? max : max + logf(sum);
+  if (lane == 0) {
+    shared->norm[g] = max == NegativeInfinity() ? -max : norm;
+    if (s.rank == 0) args.log_norm[s.row.index * args.group + g] = norm;
+  }
 }
 
-// --- scores ----------------------------------------------------------------------------------------
+// kPeak: puts the maxima over sinks and selectable pages in place of the norms, a warp a head; for comparison only, so
+// not tuned. REQUIRES: no short row.
+__device__ __noinline__ void TakePeaks(const SelectArgs& args, const Tables& tables, const Slice& s, Shared* shared) {
+  const int lane = threadIdx.x % 32, g = threadIdx.x / 32;
+  if (g >= args.group) return;
+  float peak = NegativeInfinity();
+  const float* best = tables.best + (s.row.index * args.group + g) * s.head_stride;
+#pragma unroll 1
+  for (int i = lane; i < s.row.num_pieces * tables.piece_groups(); i += 32) peak = fmaxf(peak, best[i]);
+#pragma unroll 1
+  for (int p = lane; p < s.row.first_selectable; p += 32) peak = fmaxf(peak, s.row.lse[g * args.lse_stride + p]);
+  peak = WarpMax(peak);
+  if (lane == 0) shared->norm[g] = peak == NegativeInfinity() ? -peak : peak;
+}
+
+// --- bounds ----------------------------------------------------------------------------------------
 
 // 32 bins for each octave of -score from 1 to 240, the best bin first; the last takes all that is worse.
 constexpr int kBinShift = 18;
 constexpr int kFirstBin = 127 << (23 - kBinShift);
-constexpr int kLastBin = kNotAllowed - 1;
+constexpr int kLastBin = kBins - 1;
 __device__ __forceinline__ int BinOf(float score) {
   const int depth =
       __float_as_int(score) ^ static_cast<int>(0x80000000u);  // the bits of -score; below 0 for scores above 0
@@ -111,104 +105,154 @@ __device__ __forceinline__ uint32_t HighKeyOf(int bin) {
   return bin == 0 ? 0xFFFFFFFFu : 0x7FFFFFFFu - (static_cast<uint32_t>(kFirstBin + bin) << kBinShift);
 }
 
-// The exact score of a page, ln sum_g exp(lse - norm).
-__device__ __forceinline__ float ScoreOf(const SelectArgs& args, const Row& row, const Shared& shared, int p) {
+constexpr float kLowest = -3.402823466e38f;
+
+// Four neighbours' best shares and scores, ln sum_g exp(x_g - norm_g) in the order of the heads.
+struct Scores {
+  float top[kQuad];
+  float score[kQuad];
+};
+
+// `values`: of head 0, those of a head `stride` after the last's. NaN counts as -inf.
+__device__ __forceinline__ Scores ScoresOf(const SelectArgs& args, const Shared& shared, const float* values,
+                                           int64_t stride) {
   constexpr int kHeads = 4;  // at a time
-  const Place place = PlaceOf(args, row, p);
-  float top = -3.402823466e38f, sum = 0;
+  Scores s = {{kLowest, kLowest, kLowest, kLowest}, {0, 0, 0, 0}};
 #pragma unroll 1
   for (int first = 0; first < args.group; first += kHeads) {
+    float x[kHeads][kQuad];
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      const int g = min(first + i, args.group - 1);
-      top = fmaxf(top, place.value[g * place.stride] - shared.norm[g]);
+    for (int h = 0; h < kHeads; ++h) {
+      const int g = min(first + h, args.group - 1);
+      const float4 v = *reinterpret_cast<const float4*>(values + g * stride);
+      const float norm = first + h < args.group ? shared.norm[g] : -NegativeInfinity();
+      x[h][0] = fmaxf(v.x - norm, NegativeInfinity());
+      x[h][1] = fmaxf(v.y - norm, NegativeInfinity());
+      x[h][2] = fmaxf(v.z - norm, NegativeInfinity());
+      x[h][3] = fmaxf(v.w - norm, NegativeInfinity());
+    }
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      const float top = fmaxf(fmaxf(fmaxf(s.top[i], x[0][i]), fmaxf(x[1][i], x[2][i])), x[3][i]);
+      s.score[i] *= ptx::Exp2((s.top[i] - top) * kLog2e);
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) s.score[i] += ptx::Exp2((x[h][i] - top) * kLog2e);
+      s.top[i] = top;
     }
   }
-#pragma unroll 1
-  for (int first = 0; first < args.group; first += kHeads) {
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      const int g = min(first + i, args.group - 1);
-      const float x = fmaxf(place.value[g * place.stride] - shared.norm[g], NegativeInfinity());  // NaN: -inf
-      sum += first + i < args.group ? ptx::Exp2((x - top) * kLog2e) : 0.0f;
-    }
+  for (int i = 0; i < kQuad; ++i) {
+    // The sum is 0 or at least 1: no rounding puts a score below its top, on which the bound relies.
+    const float log2 = ptx::Log2(s.score[i]);
+    s.score[i] = fmaf(s.score[i] >= 1 ? fmaxf(log2, 0) : log2, kLn2, s.top[i]);
   }
-  return fmaf(ptx::Log2(sum), kLn2, top);
+  return s;
 }
 
-// Bins of the tops of the slice's pages. Counted are the best bins of groups of pages, which is enough for a bound:
-// of what a thread looks at, or, where K needs more groups, of every four pages.
-__device__ inline void BinTops(const SelectArgs& args, const Row& row, Shared* shared) {
-  const bool of_threads = args.num_select <= kThreads / 2;
-  int best = kNotAllowed;
+// Of the slice's groups: counts the bins of the best shares, which K pages reach; and leaves the bins of what no page
+// of the group exceeds, the score that a page with the best values of all heads would have.
+__device__ inline void BinGroups(const SelectArgs& args, const Plan& plan, const Slice& s, Shared* shared) {
+  const float* values = plan.heads != 0 ? s.best : s.table;
+  const int64_t stride = plan.heads != 0 ? int64_t{plan.slice_groups} : s.head_stride;
 #pragma unroll 1
-  for (int p = 4 * static_cast<int>(threadIdx.x); p < row.own_pages; p += 4 * kThreads) {
-    const float none = NegativeInfinity();
-    float top[4] = {none, none, none, none};
-    const Place place = PlaceOf(args, row, p);
-#pragma unroll 4
-    for (int g = 0; g < args.group; ++g) {
-      const float4 x = *reinterpret_cast<const float4*>(place.value + g * place.stride);
-      const float norm = shared->norm[g];
-      top[0] = fmaxf(top[0], x.x - norm);
-      top[1] = fmaxf(top[1], x.y - norm);
-      top[2] = fmaxf(top[2], x.z - norm);
-      top[3] = fmaxf(top[3], x.w - norm);
-    }
-    const uint32_t allowed = row.allowed[p / 32] >> (p % 32);
+  for (int e = kQuad * static_cast<int>(threadIdx.x); e < s.own_groups; e += kQuad * kThreads) {
+    const Scores scores = ScoresOf(args, *shared, values + e, stride);
     uint32_t bins = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int bin = ((allowed >> i) & 1) != 0 ? BinOf(top[i]) : kNotAllowed;
-      best = min(best, bin);
-      bins |= static_cast<uint32_t>(bin) << (8 * i);
+    for (int i = 0; i < kQuad; ++i) {
+      atomicAdd(&shared->counts[BinOf(scores.top[i])], 1u);
+      // A little more: scores are rounded.
+      const float score = fmaxf(scores.score[i], kLowest);
+      bins |= static_cast<uint32_t>(BinOf(score + fmaf(fabsf(score), 1e-4f, 1e-3f))) << (8 * i);
     }
-    *reinterpret_cast<uint32_t*>(row.bins + p) = bins;
-    if (!of_threads) {
-      if (best != kNotAllowed) atomicAdd(&shared->counts[best], 1u);
-      best = kNotAllowed;
-    }
+    *reinterpret_cast<uint32_t*>(s.bins + e) = bins;
   }
-  if (best != kNotAllowed) atomicAdd(&shared->counts[best], 1u);
 }
 
-// The bin up to which a page can be among the best when found.need pages of the row have tops in found.bin or better.
+// The last bin with pages that can be chosen, when found.need pages of the row have shares, and so scores, in found.bin
+// or better. Groups that hold no page that may be chosen are counted in the last bin, which bounds nothing.
 __device__ __forceinline__ int LastBinThatMatters(const SelectArgs& args, const Found& found) {
-  if (found.bin < 0 || found.need < static_cast<uint32_t>(args.num_select) || found.bin == kLastBin) return kLastBin;
-  // A thousandth more than ln G: scores are rounded.
-  return BinOf(FromOrderedKey(LowKeyOf(found.bin)) - (logf(static_cast<float>(args.group)) + 1e-3f) * 1.0001f);
+  return found.bin < 0 || found.need < static_cast<uint32_t>(args.num_select) ? kLastBin : found.bin;
 }
 
-// Lists the pages whose bin is at most `last`.
-__device__ inline void ListPages(const Plan& plan, const Row& row, int last, Shared* shared) {
-  const int lane = threadIdx.x % 32;
-  uint32_t num = 0;
-#pragma unroll 4
-  for (int p = 4 * static_cast<int>(threadIdx.x); p < row.own_pages; p += 4 * kThreads) {
-    const uint32_t bins = *reinterpret_cast<const uint32_t*>(row.bins + p);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) num += static_cast<int>((bins >> (8 * i)) & 255) <= last;
-  }
-  uint32_t at = num;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) {
-    const uint32_t left = __shfl_up_sync(kAllLanes, at, i);
-    if (lane >= i) at += left;
-  }
-  uint32_t base = 0;
-  if (lane == 31 && at != 0) base = atomicAdd(&shared->num_listed, at);
-  at += __shfl_sync(kAllLanes, base, 31) - num;
-  if (num == 0) return;
+// --- scores ----------------------------------------------------------------------------------------
+
+// A quad of the passing groups: a lane's quads of a piece are one group, a run of 128 pages after the other, or four.
+struct Quad {
+  int page = 0;
+  uint32_t allowed = 0;
+};
+__device__ __forceinline__ Quad QuadAt(const Tables& tables, const Slice& s, int shift, int i) {
+  const int group = s.passing[i >> shift], part = i & ((1 << shift) - 1);
+  const int piece = group >> tables.group_shift, lane = group % 32;
+  const int run = tables.is_fine() ? part * kRuns + (group & (tables.piece_groups() - 1)) / 32 : part;
+  Quad quad;
+  quad.page = ((s.first_piece + piece) << s.row.piece_shift) + run * kRun + lane * kQuad;
+  quad.allowed = AllowedOf(s.row, quad.page);
+  return quad;
+}
+
+// Visit(page, which, scores) for all quads with pages of scores in bin `last` or better, those that are bits of
+// `which`, by threads: of the candidates, or of the passing groups. `page`: the quad's first.
+template <class Visit>
+__device__ __forceinline__ void ForEachScore(const SelectArgs& args, const Tables& tables, const Slice& s,
+                                             const Shared& shared, int last, Visit visit) {
+  const bool listed = args.max_candidates > 0;
+  const int32_t* list = args.candidates + s.row.index * args.max_candidates;
+  const int shift = s.row.piece_shift - kPieceShift + (tables.is_fine() ? 0 : 2);
+  const int num = listed ? args.num_candidates[s.row.index] : static_cast<int>(shared.num_passing) << shift;
 #pragma unroll 1
-  for (int p = 4 * static_cast<int>(threadIdx.x); p < row.own_pages; p += 4 * kThreads) {
-    const uint32_t bins = *reinterpret_cast<const uint32_t*>(row.bins + p);
+  for (int i = static_cast<int>(threadIdx.x); i < num; i += kThreads) {
+    Quad quad;
+    if (listed) {
+      const int page = list[i];
+      if (page < s.first_page || page >= s.first_page + s.own_pages) continue;
+      quad.page = page & ~(kQuad - 1);
+      quad.allowed = AllowedOf(s.row, quad.page) & (1u << (page % kQuad));
+    } else {
+      quad = QuadAt(tables, s, shift, i);
+    }
+    if (quad.allowed == 0) continue;
+    const Scores scores = ScoresOf(args, shared, s.row.lse + quad.page, args.lse_stride);
+    uint32_t which = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (static_cast<int>((bins >> (8 * i)) & 255) > last) continue;
-      if (at < static_cast<uint32_t>(plan.list_size)) row.list[at] = static_cast<uint16_t>(p + i);
+    for (int k = 0; k < kQuad; ++k) which |= BinOf(scores.score[k]) <= last ? 1u << k : 0;
+    which &= quad.allowed;
+    if (which != 0) visit(quad.page, which, scores);
+  }
+}
+
+// Lists the groups whose bin is at most `last`.
+__device__ inline void ListPassing(const Slice& s, int last, Shared* shared) {
+  const uint32_t all_last = static_cast<uint32_t>(last) * 0x01010101u;
+#pragma unroll 1
+  for (int e = 4 * static_cast<int>(threadIdx.x); e < s.own_groups; e += 4 * kThreads) {
+    uint32_t left = __vcmpleu4(*reinterpret_cast<const uint32_t*>(s.bins + e), all_last);
+    if (left == 0) continue;
+    uint32_t at = atomicAdd(&shared->num_passing, static_cast<uint32_t>(__popc(left)) / 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if ((left >> (8 * i) & 1) != 0) s.passing[at++] = static_cast<uint16_t>(e + i);
+  }
+}
+
+// Gives the pages that matter their scores: lists them with their keys, in any order and as far as the list goes, and
+// counts the scores' bins.
+__device__ inline void ScorePages(const SelectArgs& args, const Tables& tables, const Plan& plan, const Slice& s,
+                                  int last, Shared* shared) {
+  ForEachScore(args, tables, s, *shared, last, [&](int page, uint32_t which, const Scores& scores) {
+    uint32_t at = atomicAdd(&shared->num_listed, static_cast<uint32_t>(__popc(which)));
+#pragma unroll
+    for (int k = 0; k < kQuad; ++k) {
+      if ((which >> k & 1) == 0) continue;
+      atomicAdd(&shared->counts[BinOf(scores.score[k])], 1u);
+      if (at < static_cast<uint32_t>(plan.list_size)) {
+        s.list[at] = static_cast<uint16_t>(page + k - s.first_page);
+        s.keys[at] = OrderedKey(scores.score[k]);
+      }
       ++at;
     }
-  }
+  });
 }
 
 }  // namespace kvd::select

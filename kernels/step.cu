@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool is_padding = row.num_tokens < 0;
   if (args.layer == 0 && head == 0 && threadIdx.x == 0) {
     StepFigures& figures = args.figures[n];
-    figures.hits = figures.misses = figures.failed = figures.num_failures = 0;
+    figures.hits = figures.misses = figures.failed = figures.damaged = figures.num_failures = 0;
   }
   const int64_t kv_row = blockIdx.x;
   if (!is_padding) {

@@ -56,10 +56,11 @@ struct StepRow {
 
 // Figures of one row's step, added up over its layers by the kernels; cleared by layer 0.
 struct StepFigures {
-  static constexpr int kMaxFailures = 60;
+  static constexpr int kMaxFailures = 59;
   uint32_t hits;
   uint32_t misses;        // units that were asked for
-  uint32_t failed;        // of these: not there any more, left out of attend
+  uint32_t failed;        // of these: not there any more, or damaged; left out of attend
+  uint32_t damaged;       // of these: with another checksum than their record has
   uint32_t num_failures;  // the first kMaxFailures of these are named
   int32_t failed_pages[kMaxFailures];
 };
@@ -159,6 +160,60 @@ struct FetchArgs {
 };
 // Stream and errors as LaunchBeginLayer.
 [[nodiscard]] cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream);
+
+// --- damage ---------------------------------------------------------------------------------------
+
+// After LaunchFetchPages: compares each fetched unit with the checksum in its record. One that differs is as if it had not
+// been there.
+struct VerifyArgs {
+  FetchArgs fetch;
+  const uint8_t* const* coarse;  // [N] coarse parts of this layer, [heads][page capacity]
+  const int64_t* page_capacity;  // [N]
+  size_t coarse_bytes;           // of a record
+  size_t checksum_at;            // in them: SummaryLayout::coarse[kUnitChecksum]
+};
+// Stream and errors as LaunchBeginLayer.
+[[nodiscard]] cudaError_t LaunchVerifyFetched(const VerifyArgs& args, cudaStream_t stream);
+
+// --- loss and mass ---------------------------------------------------------------------------------
+
+// Clears the bits of selected pages whose slot is -1, so that no later layer selects them: LaunchFetchPages does so itself for
+// what it fetches; after LaunchEvictInvalid for what somebody else did.
+struct MaskFailedArgs {
+  int num_rows;
+  int num_kv_heads;
+  int max_pages;                // K
+  const StepRow* rows;          // [N]
+  const int32_t* selected;      // [N, heads, K]
+  const int32_t* num_selected;  // [N, heads]
+  const int32_t* slots;         // [N, heads, K]
+};
+// Stream and errors as LaunchBeginLayer.
+[[nodiscard]] cudaError_t LaunchMaskFailed(const MaskFailedArgs& args, cudaStream_t stream);
+
+// Of one query head, added up over the layers of a step: kernels/mass.h has what the shares mean.
+struct StepMass {
+  float unread;  // estimated share of the mass that was not attended
+  float lost;    // the part of it whose page is missing
+};
+// After attend. Layer 0 begins the sums. Reads every page's estimate once more for rows with missing pages, for all if `always`;
+// other rows and padding add nothing.
+struct MassBatch {
+  StepShape shape;
+  int layer;
+  bool always;
+  const StepRow* rows;          // [N]
+  int64_t lse_stride;           // at most kMaxPages
+  const float* lse;             // [N, H, lse_stride] as the scan left it
+  const float* lse_attended;    // [N, H]
+  int max_pages;                // K
+  const int32_t* selected;      // [N, heads, K]
+  const int32_t* num_selected;  // [N, heads]
+  const int32_t* slots;         // [N, heads, K]; -1: was not attended
+  StepMass* mass;               // [N, H] in and out
+};
+// Stream and errors as LaunchBeginLayer. Equal inputs give equal bits.
+[[nodiscard]] cudaError_t LaunchStepMass(const MassBatch& args, cudaStream_t stream);
 
 // --- what the host changed -------------------------------------------------------------------------
 

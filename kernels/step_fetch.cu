@@ -1,19 +1,22 @@
-// LaunchFetchPages: the first CTAs list their row's units, then all of them share the misses of all
-// rows.
+// LaunchFetchPages: teams of warps share the misses of all rows, spread over the SMs first; meanwhile the last warps of
+// each CTA list the units of its rows.
 #include <algorithm>
 
-#include "kernels/guard.cuh"
 #include "kernels/launch.cuh"
-#include "kernels/step.h"
+#include "kernels/step_fail.cuh"
+#include "kernels/unit_copy.cuh"
 
 namespace kvd {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
+constexpr int kListThreads = 128;  // the last of a CTA
+constexpr int kListBarrier = 15;   // named; teams have 1 to 8
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr int kMaxListed = 4096;  // pages of one row's list
 constexpr int kMaxRows = 2048;    // (sequence, KV head) pairs
-constexpr int kFetchCtas = 132 * 4;
+// One an SM, which are placed in .3 us; they have 8 units of up to 8 KiB each on their way.
+constexpr int kFetchCtas = 132;
 
 struct Shared {
   uint32_t is_miss[kMaxListed / 32];
@@ -36,32 +39,37 @@ __device__ __forceinline__ uint8_t* CacheUnit(const FetchArgs& args, const StepR
   return row.cache + static_cast<size_t>(place) * UnitBytes(shape);
 }
 
-// Everything of row `r` but its misses, whose entries are written by those who fetch them.
-__device__ void ListRow(const FetchArgs& args, int r, Shared* shared) {
+__device__ __forceinline__ void ListBarrier() {
+  asm volatile("barrier.cta.sync %0, %1;" ::"n"(kListBarrier), "n"(kListThreads) : "memory");
+}
+
+// Everything of row `r` but its misses, whose entries are written by those who fetch them. Called by the threads that
+// list; `rank`: of this one.
+__device__ void ListRow(const FetchArgs& args, int r, int rank, Shared* shared) {
   const StepShape& shape = args.shape;
   const ResolveBatch& resolve = args.resolve;
   const int head = r % shape.num_kv_heads;
   const StepRow row = args.rows[r / shape.num_kv_heads];
   UnitRef* units = args.units + int64_t{r} * args.max_units;
   if (row.num_tokens < 0) {
-    if (threadIdx.x == 0) args.num_units[r] = 0;
+    if (rank == 0) args.num_units[r] = 0;
     return;
   }
   const int num_pages = resolve.num_pages[r], num_misses = resolve.num_misses[r];
   const int64_t at = int64_t{r} * resolve.max_pages;
-  for (int w = static_cast<int>(threadIdx.x); w < (num_pages + 31) / 32; w += kThreads)
+  for (int w = rank; w < (num_pages + 31) / 32; w += kListThreads)
     shared->is_miss[w] = 0;
-  __syncthreads();
-  for (int m = static_cast<int>(threadIdx.x); m < num_misses; m += kThreads) {
+  ListBarrier();
+  for (int m = rank; m < num_misses; m += kListThreads) {
     const int i = resolve.miss_idx[at + m];
     atomicOr(&shared->is_miss[i / 32], 1u << (i % 32));
   }
-  __syncthreads();
+  ListBarrier();
   const size_t bytes = UnitBytes(shape);
   const int64_t tail_page = row.num_tokens / shape.page_tokens;
   const int ring_pages = static_cast<int>(tail_page) - row.first_ring_page + 1;
   const int first_ring = FirstSelected(row) + num_pages;
-  for (int i = static_cast<int>(threadIdx.x); i < first_ring + ring_pages; i += kThreads) {
+  for (int i = rank; i < first_ring + ring_pages; i += kListThreads) {
     UnitRef unit = {nullptr, shape.page_tokens};
     if (i < row.num_sinks) {
       unit.unit =
@@ -86,7 +94,7 @@ __device__ void ListRow(const FetchArgs& args, int r, Shared* shared) {
     }
     units[i] = unit;
   }
-  if (threadIdx.x != 0) return;
+  if (rank != 0) return;
   args.num_units[r] = first_ring + ring_pages;
   StepFigures* figures = args.figures + r / shape.num_kv_heads;
   atomicAdd(&figures->hits, static_cast<uint32_t>(num_pages - num_misses));
@@ -100,8 +108,9 @@ __device__ int NumberMisses(const FetchArgs& args, Shared* shared) {
   int before = 0;
   for (int first = 0; first < num_rows; first += kThreads) {
     const int r = first + static_cast<int>(threadIdx.x);
-    const bool counts = r < num_rows && args.rows[r / args.shape.num_kv_heads].num_tokens >= 0;
-    const int mine = counts ? args.resolve.num_misses[r] : 0;
+    // Two loads at once: what resolve left for padding is not looked at, but can be read.
+    const int num = r < num_rows ? args.resolve.num_misses[r] : 0;
+    const int mine = r < num_rows && args.rows[r / args.shape.num_kv_heads].num_tokens >= 0 ? num : 0;
     int sum = mine;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -145,10 +154,10 @@ __device__ Miss FindMiss(const FetchArgs& args, const StepRow& sequence, int row
   const int head = row % shape.num_kv_heads, num_shards = shape.num_kv_heads / shape.shard_heads;
   const PagePlace place =
       sequence.places[int64_t{miss.page} * num_shards + head / shape.shard_heads];
-  if (place.daemon >= static_cast<uint32_t>(shape.num_arenas) || args.arena_lost[place.daemon] != 0)
-    return miss;
-  const PeerArena& arena = args.arenas[place.daemon];
-  if (arena.headers == nullptr || place.slot >= arena.num_slots) return miss;
+  if (place.daemon >= static_cast<uint32_t>(shape.num_arenas)) return miss;
+  const uint32_t lost = args.arena_lost[place.daemon];  // on its way together with the arena
+  const PeerArena arena = args.arenas[place.daemon];
+  if (lost != 0 || arena.headers == nullptr || place.slot >= arena.num_slots) return miss;
   const size_t bytes = UnitBytes(shape);
   const size_t unit =
       static_cast<size_t>(args.layer * shape.shard_heads + head % shape.shard_heads);
@@ -161,72 +170,40 @@ __device__ Miss FindMiss(const FetchArgs& args, const StepRow& sequence, int row
   return miss;
 }
 
-// The unit is not there any more: nobody attends it now, and nobody selects its page from now on.
-__device__ void Fail(const FetchArgs& args, const StepRow& sequence, const Miss& miss) {
-  const ResolveRow& cache = args.resolve.rows[miss.row];
-  cache.page_slot[miss.page] = -1;
-  cache.slot_page[miss.slot] = -1;
-  cache.slot_step[miss.slot] = 0;
-  args.resolve.slots[int64_t{miss.row} * args.resolve.max_pages + miss.position] = -1;
-  atomicAnd(reinterpret_cast<unsigned long long*>(sequence.selectable) + miss.page / 64,
-            ~(1ull << (miss.page % 64)));
-  StepFigures* figures = args.figures + miss.row / args.shape.num_kv_heads;
-  atomicAdd(&figures->failed, 1u);
-  const uint32_t at = atomicAdd(&figures->num_failures, 1u);
-  if (at < StepFigures::kMaxFailures) figures->failed_pages[at] = miss.page;
-}
-
-// A thread holds its kLoads x 16 bytes in registers until the generation is known.
-template <int kLoads>
+template <class Team>
 __device__ void Fetch(const FetchArgs& args, int row, int m) {
   const int head = row % args.shape.num_kv_heads;
   const StepRow sequence = args.rows[row / args.shape.num_kv_heads];
   const Miss miss = FindMiss(args, sequence, row, m);
   const int num_words = static_cast<int>(UnitBytes(args.shape) / 16);
   uint8_t* slot = CacheUnit(args, sequence, head, max(miss.slot, 0));
-  bool sealed = miss.source != nullptr && miss.slot >= 0;
-  uint4 words[kLoads];
-  if (sealed) {
-    if (threadIdx.x == 0) guard::Prefetch(miss.header);
-    const auto* source = reinterpret_cast<const uint4*>(miss.source);
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      const int at = k * kThreads + static_cast<int>(threadIdx.x);
-      words[k] = at < num_words ? guard::Load(source + at) : uint4{0, 0, 0, 0};
-    }
-    sealed = guard::StillSealed(miss.header, miss.generation);
-  }
-  // Every thread looks after its own loads; the unit is valid if all of them saw the expected
-  // generation.
-  sealed = __syncthreads_and(sealed) != 0;
-  if (sealed) {
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      const int at = k * kThreads + static_cast<int>(threadIdx.x);
-      if (at < num_words) reinterpret_cast<uint4*>(slot)[at] = words[k];
-    }
-  }
-  if (threadIdx.x != 0) return;
+  Team team;
+  const bool sealed = miss.source != nullptr && miss.slot >= 0 &&
+                      team.Load(miss.source, num_words, miss.header, miss.generation);
+  if (sealed) team.Store(slot, num_words, false);
+  if (Team::rank() != 0) return;
   args.units[int64_t{row} * args.max_units + FirstSelected(sequence) + miss.position] = {
       slot, sealed ? args.shape.page_tokens : 0};
-  if (!sealed && miss.slot >= 0) Fail(args, sequence, miss);
+  if (!sealed && miss.slot >= 0) FailUnit(args, sequence, miss.row, miss.position, miss.page, miss.slot);
 }
 
-template <int kLoads>
+template <class Team>
 __global__ void __launch_bounds__(kThreads)
     FetchPagesKernel(const __grid_constant__ FetchArgs args) {
   __shared__ Shared shared;
   WaitForPredecessor();
-  const int num_rows = args.resolve.num_rows;
-  for (int r = static_cast<int>(blockIdx.x); r < num_rows; r += static_cast<int>(gridDim.x)) {
-    ListRow(args, r, &shared);
-    __syncthreads();
-  }
-  if (!args.fetch) return;
-  const int num_misses = NumberMisses(args, &shared);
+  const int num_rows = args.resolve.num_rows, grid = static_cast<int>(gridDim.x);
+  const int num_misses = args.fetch ? NumberMisses(args, &shared) : 0;
   LetSuccessorStart();
+  if (threadIdx.x >= kThreads - kListThreads) {
+    for (int r = static_cast<int>(blockIdx.x); r < num_rows; r += grid) {
+      ListRow(args, r, static_cast<int>(threadIdx.x) - (kThreads - kListThreads), &shared);
+      ListBarrier();
+    }
+  }
   int row = 0;
-  for (int i = static_cast<int>(blockIdx.x); i < num_misses; i += static_cast<int>(gridDim.x)) {
+  for (int i = Team::index() * grid + static_cast<int>(blockIdx.x); i < num_misses;
+       i += kThreads / Team::kThreads * grid) {
     // The last row that begins at or before miss i.
     int low = row, high = num_rows;
     while (high - low > 1) {
@@ -237,7 +214,7 @@ __global__ void __launch_bounds__(kThreads)
         high = middle;
     }
     row = low;
-    Fetch<kLoads>(args, row, i - shared.first_miss[row]);
+    Fetch<Team>(args, row, i - shared.first_miss[row]);
   }
 }
 
@@ -251,23 +228,12 @@ cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream) {
   if (shape.num_rows < 0 || shape.num_kv_heads < 1 ||
       resolve.num_rows != shape.num_rows * shape.num_kv_heads || resolve.num_rows > kMaxRows ||
       resolve.max_pages < 0 || resolve.max_pages > kMaxListed ||
-      args.max_units < resolve.max_pages || unit_bytes == 0 || unit_bytes % 2048 != 0 ||
-      unit_bytes > 32 * 1024)
+      args.max_units < resolve.max_pages)
     return cudaErrorInvalidValue;
-  if (resolve.num_rows == 0) return cudaSuccess;
-  const int64_t most = int64_t{resolve.num_rows} * std::max(resolve.max_pages, 1);
-  const auto grid = static_cast<unsigned>(
-      std::clamp<int64_t>(most, resolve.num_rows, std::max(kFetchCtas, resolve.num_rows)));
-  if (unit_bytes <= 4 * 1024) {
-    return LaunchOverlapped(FetchPagesKernel<2>, grid, kThreads, 0, 0, stream, args);
-  }
-  if (unit_bytes <= 8 * 1024) {
-    return LaunchOverlapped(FetchPagesKernel<4>, grid, kThreads, 0, 0, stream, args);
-  }
-  if (unit_bytes <= 16 * 1024) {
-    return LaunchOverlapped(FetchPagesKernel<8>, grid, kThreads, 0, 0, stream, args);
-  }
-  return LaunchOverlapped(FetchPagesKernel<16>, grid, kThreads, 0, 0, stream, args);
+  return WithTeamFor(unit_bytes, [&]<class Team>() -> cudaError_t {
+    if (resolve.num_rows == 0) return cudaSuccess;
+    return LaunchOverlapped(FetchPagesKernel<Team>, kFetchCtas, kThreads, 0, 0, stream, args);
+  });
 }
 
 }  // namespace kvd

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kernels/built_geometries.h"
 #include "kernels/summarize_codes.cuh"
 
 namespace kvd {
@@ -180,14 +181,10 @@ cudaError_t LaunchEncoder(const SummarizeUnitsArgs& args, cudaStream_t stream) {
 
 template <int D>
 cudaError_t LaunchTokens(const SummarizeUnitsArgs& args, cudaStream_t stream) {
-  switch (args.page_tokens) {
-    case 16:
-      return LaunchEncoder<D, 16>(args, stream);
-    case 32:
-      return LaunchEncoder<D, 32>(args, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+#if KVD_ALL_GEOMETRIES
+  if (args.page_tokens == 32) return LaunchEncoder<D, 32>(args, stream);
+#endif
+  return LaunchEncoder<D, 16>(args, stream);
 }
 
 // --- the packed metric -------------------------------------------------------------------------
@@ -264,17 +261,21 @@ cudaError_t LaunchSummarize(const SummarizeUnitsArgs& args, cudaStream_t stream)
                      (args.metrics != nullptr) == (args.encoder == Encoder::kE1S);
   if (!valid) return cudaErrorInvalidValue;
   if (args.num_units == 0) return cudaSuccess;
+  if (!summarize::IsHeadDim(args.head_dim) || (args.page_tokens != 16 && args.page_tokens != 32)) return cudaErrorInvalidValue;
+  if (!IsBuilt(args.head_dim, args.page_tokens, args.rank)) return cudaErrorNotSupported;
   switch (args.head_dim) {
     case 64:
       return summarize::LaunchTokens<64>(args, stream);
-    case 96:
-      return summarize::LaunchTokens<96>(args, stream);
     case 128:
       return summarize::LaunchTokens<128>(args, stream);
+#if KVD_ALL_GEOMETRIES
+    case 96:
+      return summarize::LaunchTokens<96>(args, stream);
     case 256:
       return summarize::LaunchTokens<256>(args, stream);
+#endif
     default:
-      return cudaErrorInvalidValue;
+      return cudaErrorNotSupported;
   }
 }
 

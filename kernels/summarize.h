@@ -99,7 +99,8 @@ constexpr size_t PackedMetricBytes(int head_dim) {
 // Numerics: equal inputs give equal bytes, wherever a unit stands in the list; against
 //           ref::Summarize compare logits (kernels/README.md, "Tolerances").
 // Errors:   cudaErrorInvalidValue if a limit is violated, or if metrics is null with kE1S or not
-//           null without (nothing is enqueued); else the launch's.
+//           null without, cudaErrorNotSupported for a geometry that is not built
+//           (kernels/built_geometries.h); nothing is enqueued then; else the launch's.
 [[nodiscard]] cudaError_t LaunchSummarize(const SummarizeUnitsArgs& args, cudaStream_t stream);
 #endif
 

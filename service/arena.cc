@@ -7,6 +7,7 @@
 #include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "kernels/built_geometries.h"
 #include "kernels/check.h"
 #include "kernels/checksum.h"
 #include "proto/status.h"
@@ -29,6 +30,9 @@ std::string ArenaName(const ArenaOptions& options) {
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Make(ArenaOptions options) {
   KVD_CHECK(options.clock != nullptr);
   if (const char* problem = Problem(options.geometry); problem != nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(ArenaName(options), ": geometry: ", problem));
+  }
+  if (const char* problem = options.place.on_gpu() ? GpuProblem(options.geometry) : nullptr; problem != nullptr) {
     return absl::InvalidArgumentError(absl::StrCat(ArenaName(options), ": geometry: ", problem));
   }
   if ((options.encoder == Encoder::kE1S) == options.metric.empty()) {

@@ -31,7 +31,7 @@ if(KVD_CCACHE)
 endif()
 find_package(CUDAToolkit 13 REQUIRED)
 
-target_compile_definitions(kvd_options INTERFACE KVD_CUDA=1)
+target_compile_definitions(kvd_options INTERFACE KVD_CUDA=1 $<$<BOOL:${KVD_ALL_GEOMETRIES}>:KVD_ALL_GEOMETRIES=1>)
 target_compile_options(kvd_options INTERFACE
   $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-lineinfo;--compress-mode=size;-Xcompiler=-Wall,-Wextra,-Wshadow,-Werror>)
 

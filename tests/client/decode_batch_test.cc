@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "client/decode_step.h"
 #include "tests/client/gpu_pool.h"
@@ -31,6 +32,7 @@ struct Pair {
   int row = -1;
   std::vector<uint16_t> q, k, v;  // of the layer that is run
   std::vector<float> o, lse;      // of the host
+  double unread = 0, lost = 0;    // of the host's last step, the mean over layers and query heads
 };
 
 class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
@@ -123,7 +125,8 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
   absl::Status Step() {
     std::vector<std::vector<std::vector<float>>> want_o, want_lse;  // [L][pair]
     const auto layers = static_cast<int>(q_.size());
-    CheckOk(batch_->BeginStep(stream_->get()));
+    if (!std::exchange(begun_, false)) CheckOk(batch_->BeginStep(stream_->get()));
+    for (auto& pair : pairs_) pair->unread = pair->lost = 0;
     for (int layer = 0; layer < layers; ++layer) {
       SetInputs(layer);
       want_o.emplace_back();
@@ -133,6 +136,7 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
         pair->lse.resize(static_cast<size_t>(geometry_.num_q_heads));
         CheckOk(pair->step->Run(layer, {pair->q.data(), pair->k.data(), pair->v.data()},
                                 {pair->o.data(), pair->lse.data()}));
+        AddMass(*pair);
         want_o.back().push_back(pair->o);
         want_lse.back().push_back(pair->lse);
       }
@@ -147,6 +151,50 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
     for (int layer = 0; layer < layers; ++layer)
       Compare(layer, want_o[static_cast<size_t>(layer)], want_lse[static_cast<size_t>(layer)]);
     return ended;
+  }
+
+  void AddMass(Pair& pair) const {
+    const double parts = geometry_.num_q_heads * geometry_.num_layers;
+    for (const float unread : pair.step->result().unread_mass) pair.unread += unread / parts;
+    for (const float lost : pair.step->result().lost_mass) pair.lost += lost / parts;
+  }
+
+  // The report of the last step. The next one is begun.
+  const BatchReport& TakeReport() {
+    KVD_CUDA_OK(cudaDeviceSynchronize());
+    CheckOk(batch_->BeginStep(stream_->get()));
+    begun_ = true;
+    return batch_->report();
+  }
+  void ExpectMassOfHost() {
+    const BatchReport& report = TakeReport();
+    ASSERT_EQ(report.mass.size(), static_cast<size_t>(batch_->options().max_sequences));
+    for (const auto& pair : pairs_) {
+      const RowMass& mass = report.mass[static_cast<size_t>(pair->row)];
+      EXPECT_NEAR(mass.unread, pair->unread, kTolerance) << "row " << pair->row;
+      EXPECT_NEAR(mass.lost, pair->lost, kTolerance) << "row " << pair->row;
+    }
+  }
+  void LosePages(Pair& pair, const std::vector<int>& pages) {
+    for (const int page : pages) {
+      const uint32_t slot = pair.first_slot + static_cast<uint32_t>(page);
+      arena_->SetHeader(slot, 3 + 2 * uint64_t{slot});
+      pair.host->fetchers[0]->missing_slots.insert(static_cast<uint32_t>(page));
+    }
+  }
+
+  // One bit of the last byte of each of the page's units.
+  void FlipLastBits(const Pair& pair, int page) {
+    for (int layer = 0; layer < geometry_.num_layers; ++layer) {
+      for (int h = 0; h < geometry_.num_kv_heads; ++h) {
+        uint8_t* last = arena_->memory().unit(pair.first_slot + static_cast<uint32_t>(page), layer, h) +
+                        pair.gpu->shape.unit_bytes() - 1;
+        uint8_t byte = 0;
+        CheckOk(CopyBytes(OnGpu(0), &byte, last, 1));
+        byte ^= 4;
+        CheckOk(CopyBytes(OnGpu(0), last, &byte, 1));
+      }
+    }
   }
 
   void Capture() {
@@ -198,6 +246,7 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
   std::vector<DeviceArray<float>> o_, lse_;
   std::optional<Stream> stream_;  // none where there is no GPU
   std::shared_ptr<CUgraphExec_st> graph_;
+  bool begun_ = false;  // the next step
 };
 
 INSTANTIATE_TEST_SUITE_P(Modes, DecodeBatchTest,
@@ -212,12 +261,11 @@ TEST_P(DecodeBatchTest, ABatchOfDifferentLengthsEqualsTheHostsSteps) {
   Open(7, 2);
   Open(80, 3);
   for (int t = 0; t < 40; ++t) ASSERT_TRUE(Step().ok()) << t;
-  KVD_CUDA_OK(cudaDeviceSynchronize());
-  ASSERT_TRUE(batch_->BeginStep(stream_->get()).ok());
-  EXPECT_GT(batch_->report().hits, 0u);
-  EXPECT_EQ(batch_->report().failed, 0u);
-  EXPECT_EQ(batch_->report().hits + batch_->report().misses,
-            3u * 2 * (9 + 9 + 5));  // 7 pages: 5 are not kept anyway
+  const BatchReport& report = TakeReport();
+  EXPECT_GT(report.hits, 0u);
+  EXPECT_EQ(report.failed, 0u);
+  EXPECT_EQ(report.hits + report.misses, 3u * 2 * (9 + 9 + 5));  // 7 pages: 5 are not kept anyway
+  EXPECT_TRUE(report.mass.empty());  // nobody asked
 }
 
 TEST_P(DecodeBatchTest, SequencesJoinAndLeaveBetweenReplays) {
@@ -249,11 +297,7 @@ TEST_P(DecodeBatchTest, PagesThatAreGoneAreLeftOutAndMasked) {
   Plan({.budget = 30}, 2, 30);
   Pair& lost = Open(30, 1);
   Open(30, 2);
-  for (const int page : {5, 17}) {
-    arena_->SetHeader(lost.first_slot + static_cast<uint32_t>(page),
-                      3 + 2 * uint64_t{lost.first_slot + static_cast<uint32_t>(page)});
-    lost.host->fetchers[0]->missing_slots.insert(static_cast<uint32_t>(page));
-  }
+  LosePages(lost, {5, 17});
   (void)Step();
   KVD_CUDA_OK(cudaDeviceSynchronize());
   EXPECT_EQ(Step().code(),
@@ -271,6 +315,53 @@ TEST_P(DecodeBatchTest, PagesThatAreGoneAreLeftOutAndMasked) {
     lost.host->pages->SetPage(page, 0, std::vector<SlotRef>{FakeSlot(page)});
   }
   for (int t = 0; t < 3; ++t) EXPECT_TRUE(Step().ok());
+}
+
+TEST_P(DecodeBatchTest, ADamagedUnitIsFoundByItsChecksumAndLeftOut) {
+  Plan({.budget = 30, .verify = VerifyPolicy::kChecksum, .loss = LossPolicy::kGoOn}, 2, 30);
+  Pair& damaged = Open(30, 1);
+  Open(30, 2);
+  FlipLastBits(damaged, 11);
+  damaged.host->fetchers[0]->corrupt_slots.insert(11);
+  EXPECT_TRUE(Step().ok());  // and its result is that of the host, which finds it as well
+  EXPECT_EQ(TakeReport().failed, 2u);  // both heads of the first layer; then nobody selects it
+  EXPECT_FALSE(damaged.gpu->pages->is_selectable(11));
+  EXPECT_EQ(damaged.gpu->pages->num_missing(), 1);
+  EXPECT_EQ(pairs_[1]->gpu->pages->num_missing(), 0);
+  EXPECT_TRUE(Step().ok());
+}
+
+TEST_P(DecodeBatchTest, UnreadMassEqualsTheHosts) {
+  Plan({.budget = 9, .mass = MassReport::kAlways}, 3, 80);
+  Open(40, 1);
+  Open(7, 2);
+  for (int t = 0; t < 20; ++t) ASSERT_TRUE(Step().ok());
+  ExpectMassOfHost();
+  EXPECT_GT(pairs_[0]->unread, .05);
+  EXPECT_GT(std::abs(pairs_[0]->unread - pairs_[1]->unread), 10 * kTolerance);  // it tells rows apart
+  EXPECT_EQ(batch_->report().mass[0].lost, 0);
+  EXPECT_EQ(batch_->report().mass[2].unread, 0);  // padding
+}
+
+TEST_P(DecodeBatchTest, AStepThatGoesOnSaysWhatMassIsLost) {
+  Plan({.budget = 30, .loss = LossPolicy::kGoOn}, 2, 30);
+  Pair& lost = Open(30, 1);
+  Open(30, 2);
+  ASSERT_TRUE(Step().ok());
+  EXPECT_EQ(lost.lost, 0);
+  // What the page cache holds stays valid; these are in it, so they are put elsewhere and are not there.
+  for (const int page : {5, 17, 20}) {
+    lost.gpu->pages->SetPage(page, 0, std::vector<SlotRef>{{599, 12}});
+    lost.host->pages->SetPage(page, 0, std::vector<SlotRef>{FakeSlot(page)});
+    lost.host->fetchers[0]->missing_slots.insert(static_cast<uint32_t>(page));
+  }
+  for (int t = 0; t < 3; ++t) {
+    EXPECT_TRUE(Step().ok());
+    ExpectMassOfHost();
+    EXPECT_GT(lost.lost, 10 * kTolerance);
+    EXPECT_EQ(batch_->report().mass[1].lost, 0);
+  }
+  EXPECT_EQ(lost.gpu->pages->num_missing(), 3);
 }
 
 TEST_P(DecodeBatchTest, APagePutAgainWithOtherBytesIsNotServedFromTheCache) {
@@ -321,9 +412,6 @@ TEST_P(DecodeBatchTest, WhatAGpuDoesNotDoIsRefusedByName) {
   EXPECT_NE(refused({.max_tokens = 0}).find("max_tokens"), std::string::npos);
   EXPECT_NE(refused({.max_tokens = 100, .step = {.dense_layers = {1}}}).find("dense_layers"),
             std::string::npos);
-  EXPECT_NE(
-      refused({.max_tokens = 100, .step = {.verify = VerifyPolicy::kChecksum}}).find("verify"),
-      std::string::npos);
   EXPECT_NE(refused({.max_tokens = 100, .step = {.budget = 5000}}).find("budget"),
             std::string::npos);
 }

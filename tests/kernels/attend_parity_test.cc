@@ -11,6 +11,7 @@
 #include <random>
 
 #include "kernels/attend.h"
+#include "kernels/built_geometries.h"
 #include "tests/support/gpu.h"
 #include "tests/support/kv_data.h"
 
@@ -74,9 +75,11 @@ class AttendBatch {
   }
   size_t Rows() const { return static_cast<size_t>(kN * kHeads * case_.group); }
 
-  Attention Ref() const {
+  Attention Ref(float times_scale = 1) const {
     Attention out = {std::vector<float>(Rows() * static_cast<size_t>(case_.head_dim)), std::vector<float>(Rows())};
-    ref::Attend(Args(query_.data(), host_.data(), counts_.data(), out.o.data(), out.lse.data()));
+    AttendArgs args = Args(query_.data(), host_.data(), counts_.data(), out.o.data(), out.lse.data());
+    args.softmax_scale *= times_scale;
+    ref::Attend(args);
     return out;
   }
   // Of the first `num_sequences`; the others' outputs are left as they were, poisoned.
@@ -88,6 +91,29 @@ class AttendBatch {
     args.num_sequences = num_sequences;
     const Graph graph([&](cudaStream_t stream) { KVD_CUDA_OK(LaunchAttend(args, stream)); });
     graph.Replay();
+    return {o.Download(), lse.Download()};
+  }
+  // Of the batch `times` times over: more rows than a CTA each is given for. Returns the copies one after the other.
+  Attention Repeated(int times) const {
+    std::vector<uint16_t> query;
+    std::vector<UnitRef> refs;
+    std::vector<int32_t> counts;
+    const std::vector<UnitRef> once = d_refs_->Download();
+    for (int i = 0; i < times; ++i) {
+      query.insert(query.end(), query_.begin(), query_.end());
+      refs.insert(refs.end(), once.begin(), once.end());
+      counts.insert(counts.end(), counts_.begin(), counts_.end());
+    }
+    const DeviceArray<uint16_t> d_query(query);
+    const DeviceArray<UnitRef> d_refs(refs);
+    const DeviceArray<int32_t> d_counts(counts);
+    const size_t rows = Rows() * static_cast<size_t>(times);
+    DeviceArray<float> o(rows * static_cast<size_t>(case_.head_dim)), lse(rows);
+    o.Poison();
+    lse.Poison();
+    AttendArgs args = Args(d_query.data(), d_refs.data(), d_counts.data(), o.data(), lse.data());
+    args.num_sequences = kN * times;
+    KVD_CUDA_OK(LaunchAttend(args, nullptr));
     return {o.Download(), lse.Download()};
   }
 
@@ -129,6 +155,7 @@ TEST_F(AttendParityTest, AttentionEqualsTheReference) {
   for (const AttendCase& c : {AttendCase{128, 16, 4, KvDtype::kBf16, 0}, {128, 32, 12, KvDtype::kFp16, 0},
                               {64, 16, 3, KvDtype::kBf16, 0}, {64, 32, 16, KvDtype::kFp16, 30}, {96, 16, 7, KvDtype::kBf16, 20},
                               {96, 32, 1, KvDtype::kFp16, 0}, {256, 16, 5, KvDtype::kBf16, 0}, {256, 32, 16, KvDtype::kBf16, 50}}) {
+    if (!IsBuiltHeadDim(c.head_dim)) continue;
     const AttendBatch batch(c);
     const Attention want = batch.Ref(), got = batch.Gpu(), again = batch.Gpu();
     EXPECT_EQ(CountWrong(got, want), 0) << "D " << c.head_dim << " B " << c.page_tokens << " G " << c.group;
@@ -137,12 +164,20 @@ TEST_F(AttendParityTest, AttentionEqualsTheReference) {
     const Attention alone = batch.Gpu(1);
     EXPECT_EQ(std::memcmp(alone.o.data(), got.o.data(), got.o.size() / AttendBatch::kN * sizeof(float)), 0)
         << "a sequence's bits depend on the batch";
+    constexpr int kTimes = 11;
+    const Attention many = batch.Repeated(kTimes);
+    for (size_t i = 0; i < kTimes; ++i) {
+      EXPECT_EQ(std::memcmp(many.o.data() + i * got.o.size(), got.o.data(), got.o.size() * sizeof(float)), 0)
+          << "D " << c.head_dim << " G " << c.group << ": bits depend on the batch's size";
+      EXPECT_EQ(std::memcmp(many.lse.data() + i * got.lse.size(), got.lse.data(), got.lse.size() * sizeof(float)), 0);
+    }
     Attention swapped = got;  // the first two heads
     std::swap(swapped.lse[0], swapped.lse[static_cast<size_t>(c.group)]);
     EXPECT_EQ(CountWrong(swapped, want), 2);
     Attention shifted = got;
     std::rotate(shifted.o.begin(), shifted.o.begin() + 1, shifted.o.end());
     EXPECT_GT(CountWrong(shifted, want), static_cast<int>(batch.Rows()) / 2);
+    EXPECT_GT(CountWrong(got, batch.Ref(.9f)), static_cast<int>(batch.Rows()) / 2) << "another scale was not noticed";
   }
 }
 

@@ -8,7 +8,10 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <string>
+#include <vector>
 
+#include "kernels/built_geometries.h"
 #include "kernels/dtype.h"
 #include "kernels/rotate.h"
 #include "kernels/score.h"
@@ -69,6 +72,10 @@ class Batch {
   }
   int64_t stride() const { return stride_; }
   const std::vector<int>& num_pages() const { return num_pages_; }
+  // Of a page of the first KV head of the first sequence, on the host alone.
+  void DropCentroidScale(int page) {
+    std::memset(coarse_[0].data() + static_cast<size_t>(page) * layout_.coarse_bytes + layout_.coarse[kCentroidScale], 0, 2);
+  }
   void SetLength(int sequence, int pages) {
     num_pages_[static_cast<size_t>(sequence)] = pages;
     d_num_pages_->Upload(num_pages_);
@@ -246,6 +253,15 @@ TEST_P(ScoreParityTest, WrongAnswersAreRejected) {
   std::rotate(shifted.begin(), shifted.begin() + 1, shifted.begin() + 37);
   EXPECT_GT(CountWrong(batch, shifted, want, group), 20);
   EXPECT_GT(CountWrong(batch, RunGpu(batch, Scan::kCoarse), want, group), 20) << "the fine part was dropped";
+  Batch dropped(GetParam(), {37, 12}, false);
+  dropped.DropCentroidScale(5);
+  const std::vector<float> without = RunRef(dropped, Scan::kFull);
+  int wrong = 0;
+  for (int g = 0; g < group; ++g) {
+    const auto at = static_cast<size_t>(g * stride + 5);
+    wrong += !(std::abs(got[at] - without[at]) <= 1e-3f);
+  }
+  EXPECT_EQ(wrong, group) << "a scale was dropped";
 }
 
 TEST_P(ScoreParityTest, RefineGivesTheBitsOfTheFullScan) {
@@ -277,15 +293,23 @@ TEST_P(ScoreParityTest, RefineGivesTheBitsOfTheFullScan) {
   EXPECT_TRUE(SameBits(got, want));
 }
 
+// Those of them that this build has.
+std::vector<Geometry> Built(const std::vector<Geometry>& all) {
+  std::vector<Geometry> built;
+  for (const Geometry& g : all)
+    if (IsBuilt(g.head_dim, g.page_tokens, g.rank)) built.push_back(g);
+  return built;
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Geometries, ScoreParityTest,
-    ::testing::Values(Geometry{128, 16, 8, 4}, Geometry{128, 16, 8, 1, KvDtype::kFp16}, Geometry{128, 16, 4, 8},
-                      Geometry{128, 32, 8, 12}, Geometry{128, 32, 4, 5, KvDtype::kFp16}, Geometry{64, 16, 8, 3},
-                      Geometry{64, 16, 4, 16}, Geometry{64, 32, 8, 7}, Geometry{64, 32, 4, 2}, Geometry{96, 16, 8, 6},
-                      Geometry{96, 16, 4, 4}, Geometry{96, 32, 8, 16, KvDtype::kFp16}, Geometry{96, 32, 4, 9},
-                      Geometry{256, 16, 8, 4}, Geometry{256, 16, 4, 10, KvDtype::kFp16}, Geometry{256, 32, 8, 16},
-                      Geometry{256, 32, 4, 4}, Geometry{128, 16, 8, 4, KvDtype::kBf16, 30.0f},
-                      Geometry{256, 16, 8, 12, KvDtype::kBf16, 50.0f}),
+    ::testing::ValuesIn(Built(
+        {{128, 16, 8, 4}, {128, 16, 8, 1, KvDtype::kFp16}, {128, 16, 8, 8}, {128, 16, 8, 5, KvDtype::kFp16}, {128, 16, 8, 12},
+         {128, 16, 8, 16, KvDtype::kFp16}, {128, 16, 8, 4, KvDtype::kBf16, 30.0f}, {128, 16, 8, 7, KvDtype::kBf16, 50.0f},
+         {64, 16, 8, 3}, {64, 16, 8, 2, KvDtype::kFp16}, {64, 16, 8, 6}, {64, 16, 8, 16}, {64, 16, 8, 9, KvDtype::kFp16, 20.0f},
+         {128, 16, 4, 8}, {128, 32, 8, 12}, {128, 32, 4, 5, KvDtype::kFp16}, {64, 16, 4, 16}, {64, 32, 8, 7}, {64, 32, 4, 2},
+         {96, 16, 8, 6}, {96, 16, 4, 4}, {96, 32, 8, 16, KvDtype::kFp16}, {96, 32, 4, 9}, {256, 16, 8, 4},
+         {256, 16, 4, 10, KvDtype::kFp16}, {256, 32, 8, 16}, {256, 32, 4, 4}, {256, 16, 8, 12, KvDtype::kBf16, 50.0f}})),
     Name);
 
 class ScoreGraphTest : public ::testing::Test {
@@ -347,6 +371,24 @@ TEST_F(ScoreGraphTest, GeometriesBeyondTheLimitsAreRefused) {
   bad = good;
   bad.page_tokens = 8;
   EXPECT_EQ(LaunchScoreFull(bad, nullptr), cudaErrorInvalidValue);
+}
+
+TEST(BuiltGeometriesTest, AGeometryThatIsNotBuiltIsRefusedAndTheOptionNamed) {
+  if (kAllGeometries) GTEST_SKIP() << "this build has all of them";
+  ScoreArgs score = {1, 1, 4, 96, 16, 8, KvDtype::kBf16, 1, 0, nullptr, nullptr, nullptr, nullptr, nullptr, 8, nullptr};
+  EXPECT_EQ(LaunchScoreFull(score, nullptr), cudaErrorNotSupported);
+  score.head_dim = 128;
+  score.page_tokens = 32;
+  EXPECT_EQ(LaunchScoreCoarse(score, nullptr), cudaErrorNotSupported);
+  score.page_tokens = 16;
+  score.rank = 4;
+  EXPECT_EQ(LaunchScoreRefine({score, 8, nullptr, nullptr}, nullptr), cudaErrorNotSupported);
+  KvGeometry geometry;
+  geometry.head_dim = 128;
+  EXPECT_EQ(GpuProblem(geometry), nullptr);
+  geometry.head_dim = 256;
+  ASSERT_NE(GpuProblem(geometry), nullptr);
+  EXPECT_NE(std::string(GpuProblem(geometry)).find("KVD_ALL_GEOMETRIES"), std::string::npos);
 }
 
 }  // namespace

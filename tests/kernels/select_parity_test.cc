@@ -136,6 +136,7 @@ class OnDevice {
         threshold_(p.Rows()),
         log_norm_(p.Rows() * static_cast<size_t>(p.group)),
         num_faults_(std::vector<uint64_t>{0}),
+        scratch_(SelectGpuScratchBytes(static_cast<int64_t>(p.Rows()), p.group, p.stride)),
         args_(ArgsOf(p)) {
     std::vector<uint64_t> bits;
     std::vector<const uint64_t*> tables;
@@ -161,6 +162,8 @@ class OnDevice {
     args_.threshold = threshold_.data();
     args_.log_norm = log_norm_.data();
     args_.num_faults = num_faults_.data();
+    args_.scratch = scratch_.data();
+    scratch_.Poison();
     graph_ = std::make_unique<Graph>([&](cudaStream_t stream) { KVD_CUDA_OK(LaunchSelect(args_, stream)); });
   }
 
@@ -186,6 +189,7 @@ class OnDevice {
   DeviceArray<int32_t> pages_, num_selected_;
   DeviceArray<float> threshold_, log_norm_;
   DeviceArray<uint64_t> num_faults_;
+  DeviceArray<uint8_t> scratch_;
   SelectArgs args_;
   std::unique_ptr<Graph> graph_;
 };
@@ -488,6 +492,7 @@ TEST_F(SelectParityTest, BadArgumentsAreRefused) {
   p.stride = 12;
   const auto refused = [&](auto change) {
     SelectArgs args = ArgsOf(p);
+    args.scratch = reinterpret_cast<void*>(uintptr_t{128});
     change(&args);
     return LaunchSelect(args, nullptr) == cudaErrorInvalidValue;
   };
@@ -498,6 +503,8 @@ TEST_F(SelectParityTest, BadArgumentsAreRefused) {
   EXPECT_TRUE(refused([](SelectArgs* a) { a->lse_stride = kMaxPages + 1; }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->lse_stride = 10; }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->lse = reinterpret_cast<const float*>(uintptr_t{4}); }));
+  EXPECT_TRUE(refused([](SelectArgs* a) { a->scratch = nullptr; }));
+  EXPECT_TRUE(refused([](SelectArgs* a) { a->scratch = reinterpret_cast<void*>(uintptr_t{64}); }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->num_kv_heads = 65536; }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->rule = static_cast<CombineRule>(7); }));
 }

@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernels/built_geometries.h"
+
 namespace kvd::testing {
 namespace {
 
@@ -60,6 +62,7 @@ TEST_F(SummarizeParityTest, EveryGeometryStandsForTheReferencesKeys) {
   for (const int dim : {64, 96, 128, 256}) {
     for (const int tokens : {16, 32}) {
       for (const int rank : {4, 8}) {
+        if (!IsBuilt(dim, tokens, rank)) continue;
         const Format f = {dim, tokens, rank, rank == 4 ? KvDtype::kFp16 : KvDtype::kBf16,
                           dim != 96 || rank == 8};
         for (const Regime regime : {Regime::kDiffuse, Regime::kNeedle}) {
@@ -97,6 +100,7 @@ int CountModes(const Format& f, const DecodedRecord& record) {
 TEST_F(SummarizeParityTest, AdversarialPagesKeepTheModesAndTheErrorOfTheReference) {
   for (const Format& shape : {Format{64, 16, 8}, Format{128, 16, 8}, Format{128, 32, 4},
                               Format{256, 16, 8}, Format{96, 32, 8}}) {
+    if (!IsBuilt(shape.head_dim, shape.page_tokens, shape.rank)) continue;
     for (const KvDtype dtype : {KvDtype::kBf16, KvDtype::kFp16}) {
       for (const bool rotated : {true, false}) {
         const Format f = {shape.head_dim, shape.page_tokens, shape.rank, dtype, rotated};
@@ -166,6 +170,7 @@ TEST_F(SummarizeParityTest, WrongAnswersAreRejected) {
 
 TEST_F(SummarizeParityTest, AUnitHasTheSameBytesWhereverItStandsAndEachHasItsOwnMetric) {
   for (const Format& f : {Format{128, 16, 8}, Format{64, 16, 8}, Format{64, 32, 8}}) {
+    if (!IsBuilt(f.head_dim, f.page_tokens, f.rank)) continue;
     const Head a(Regime::kWalk, f, 4, 37), b(Regime::kNeedle, f, 4, 37, 2);
     std::vector<Unit> mixed;
     std::vector<size_t> metric_of;

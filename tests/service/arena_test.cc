@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "absl/time/clock.h"
+#include "kernels/built_geometries.h"
 #include "tests/service/arena_fixture.h"
 
 namespace kvd {
@@ -538,6 +539,11 @@ TEST_F(ArenaTest, MakeSaysWhatIsWrongWithItsOptions) {
   options = testing::TinyOptions(2, &clock_);
   options.geometry.rank = 6;
   EXPECT_THAT(Arena::Make(options).status().message(), HasSubstr("rank"));
+  options.geometry.rank = 4;
+  options.place = OnGpu(0);
+  if (!kAllGeometries) {
+    EXPECT_THAT(Arena::Make(options).status().message(), HasSubstr("KVD_ALL_GEOMETRIES"));
+  }
   options = testing::TinyOptions(2, &clock_);
   options.encoder = Encoder::kE1S;
   EXPECT_THAT(Arena::Make(options).status().message(), HasSubstr("query metric"));

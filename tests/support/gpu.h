@@ -58,11 +58,16 @@ class DeviceArray {
 
   T* data() const { return data_; }
   size_t size() const { return size_; }
+  // Upload and Poison wait for the device: the default stream, where they happen, does not order them before other streams.
   void Upload(const std::vector<T>& values) {
     KVD_CUDA_OK(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+    KVD_CUDA_OK(cudaStreamSynchronize(nullptr));
   }
   // Sets every byte, so that a value nobody wrote stands out.
-  void Poison(int byte = 0xA5) { KVD_CUDA_OK(cudaMemset(data_, byte, size_ * sizeof(T))); }
+  void Poison(int byte = 0xA5) {
+    KVD_CUDA_OK(cudaMemset(data_, byte, size_ * sizeof(T)));
+    KVD_CUDA_OK(cudaStreamSynchronize(nullptr));
+  }
   // Waits for the device.
   std::vector<T> Download() const {
     std::vector<T> values(size_);

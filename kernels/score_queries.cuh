@@ -1,0 +1,172 @@
+// The queries of one KV head as a warp keeps them for the first product: integers, cut into digits.
+//
+// Device code only. Internal to kernels/score*.cu. Lanes: as in score_lanes.cuh.
+
+#ifndef LOCKS_KVD_KERNELS_SCORE_QUERIES_CUH_
+#define LOCKS_KVD_KERNELS_SCORE_QUERIES_CUH_
+
+#include <cuda_fp16.h>
+
+#include "kernels/score_ring.cuh"
+
+namespace kvd::score {
+
+// The queries of one KV head as the A operand, in fixed point: each head is scaled by a power of two so that
+// its largest component is in [2^17, 2^18), rounded to integers (an error of 2^-18 of that component at most; even dims:
+// sixteenths) and cut into three signed digits, q = 65536 d0 + 256 d1 + d2. Even dims are 16 times as large: a code in a
+// low nibble then weighs what one in a high nibble does, where it stands. Products of digits and codes are exact, and
+// their sums too. Rows of the A operands, one product a line:
+//   up to 4 heads:   d0 of heads 0..3, d1 of heads 0..3, d2 of heads 0..3, zeros
+//   up to 8 heads:   d0 of heads 0..7, d1 of heads 0..7 | d2 of heads 0..7, zeros
+//   up to 16 heads:  d0 of all heads | d1 of all heads | d2 of all heads
+template <class S>
+struct Queries {
+  uint32_t a[S::kMmas][S::kWords][4];
+  int32_t start[S::kMmas][4];      // what sums start from: kMagic, less what the codes' offsets add
+  int32_t low_start[S::kMmas][4];  // the same for the centroid's low nibbles; only in a full scan
+  float middle[S::kSets];     // 7.5 times the sum of the scaled components
+  float factor[S::kSets];     // scale * log2(e) * what undoes the power of two
+  float half_norm[S::kSets];  // .5 * scale^2 * |q|^2 * log2(e)
+};
+
+// Sums of products start at 1.5 2^23 as a float: their bits are then at once those of the float 1.5 2^23 + sum, exact for
+// |sum| <= 2^22, which no 256 products of int8 values exceed.
+inline constexpr float kMagic = 12582912.0f;
+inline constexpr int32_t kMagicBits = 0x4B400000;
+// The same with the sign of the float: -1.5 2^23 - sum. Only for sums that are 0.
+inline constexpr int32_t kMinusMagicBits = static_cast<int32_t>(0xCB400000u);
+
+// Row g + 8 `upper` of product `mma` holds this digit; 3 for none.
+template <class S>
+__device__ __forceinline__ int DigitOf(int mma, int upper) {
+  if constexpr (S::kPadded == 4) return threadIdx.x % 32 / 16 + 2 * upper;
+  if constexpr (S::kPadded == 8) return mma == 0 ? upper : upper == 0 ? 2 : 3;
+  return mma;
+}
+
+// What a lane reads of the queries of a KV head. Apart from what is made of it, so that the first loads of all are on
+// their way before the ring's copies: behind those they take three times as long.
+template <class S>
+struct QueryBits {
+  uint4 at[S::kSets][S::kWords];
+};
+template <class S>
+__device__ __forceinline__ int HeadOf(int set) {
+  const int g = threadIdx.x % 32 / 4;
+  return S::kPadded == 4 ? g % 4 : g + 8 * set;
+}
+template <class S>
+__device__ __forceinline__ QueryBits<S> FetchQueries(const ScoreArgs& args, int row) {
+  QueryBits<S> bits;
+#pragma unroll
+  for (int set = 0; set < S::kSets; ++set) {
+    const uint16_t* source = args.query + (int64_t{row} * args.group + HeadOf<S>(set)) * S::kDim +
+                             threadIdx.x % 4 * (S::kDim / 4);
+#pragma unroll
+    for (int w = 0; w < S::kWords; ++w)
+      bits.at[set][w] = HeadOf<S>(set) < args.group ? *reinterpret_cast<const uint4*>(source + 8 * w) : uint4{};
+  }
+  return bits;
+}
+
+template <bool kBf16>
+__device__ __forceinline__ float2 PairOf(uint32_t bits) {
+  if constexpr (kBf16) return ptx::Bf16Pair(bits);
+  return __half22float2(*reinterpret_cast<const __half2*>(&bits));
+}
+
+// One digit of four numbers as four int8 values: byte `byte` of each.
+__device__ __forceinline__ uint32_t PackDigit(const uint32_t (&biased)[4], uint32_t byte) {
+  const uint32_t pick = byte | (4 + byte) << 4;
+  const uint32_t low = __byte_perm(biased[0], biased[1], pick), high = __byte_perm(biased[2], biased[3], pick);
+  return __byte_perm(low, high, 0x5410) ^ 0x80808080u;
+}
+
+// A set of heads: `bits` as FetchQueries gives them.
+template <class S, bool kBf16>
+__device__ __forceinline__ void AddQueries(const ScoreArgs& args, const uint4 (&bits)[S::kWords], int set, Queries<S>* q) {
+  uint32_t pairs[S::kWords][4];
+  uint32_t magnitudes = 0;  // largest of the low halves and of the high ones: both formats sort as integers
+#pragma unroll
+  for (int w = 0; w < S::kWords; ++w) {
+    pairs[w][0] = bits[w].x, pairs[w][1] = bits[w].y, pairs[w][2] = bits[w].z, pairs[w][3] = bits[w].w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) magnitudes = __vmaxu2(magnitudes, pairs[w][i] & 0x7FFF7FFFu);
+  }
+  const float2 largest = PairOf<kBf16>(magnitudes);
+  const int exponent = max((__float_as_int(ptx::QuadMax(fmaxf(largest.x, largest.y))) >> 23) - 127, -100);
+  const float shrink = __int_as_float((127 + 17 - exponent) << 23);
+  const float undo = __int_as_float((127 + exponent - 17) << 23);
+
+  int sums[2][S::kMmas][2] = {};  // of the digits of even and of odd dims
+  float squares = 0;
+#pragma unroll
+  for (int w = 0; w < S::kWords; ++w) {
+    uint32_t biased[2][4];  // dims as integers plus 128 in each digit: even ones, odd ones
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = PairOf<kBf16>(pairs[w][i]);
+      const float even = x.x * shrink, odd = x.y * shrink;
+      if constexpr (S::kOnlyCoarse) squares += even * even + odd * odd;
+      constexpr uint32_t kBias = 0x00808080u - static_cast<uint32_t>(kMagicBits);
+      biased[0][i] = __float_as_uint(fmaf(even, 16, kMagic)) + kBias;
+      biased[1][i] = __float_as_uint(odd + kMagic) + kBias;
+    }
+#pragma unroll
+    for (int mma = 0; mma < S::kMmas; ++mma) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        if (S::kSets == 2 && upper != set) continue;
+        const int digit = DigitOf<S>(mma, upper);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const uint32_t packed = digit == 3 ? 0 : PackDigit(biased[odd], static_cast<uint32_t>(2 - digit) & 3);
+          q->a[mma][w][2 * odd + upper] = packed;
+          sums[odd][mma][upper] = __dp4a(static_cast<int>(packed), 0x01010101, sums[odd][mma][upper]);
+        }
+      }
+    }
+  }
+  float sum = 0;  // of the scaled dims
+#pragma unroll
+  for (int mma = 0; mma < S::kMmas; ++mma) {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      if (S::kSets == 2 && upper != set) continue;
+      const int digit = DigitOf<S>(mma, upper);
+      const int even = ptx::QuadSum(sums[0][mma][upper]), odd = ptx::QuadSum(sums[1][mma][upper]);
+      const float weight = digit == 0 ? 65536.0f : digit == 1 ? 256.0f : 1.0f;
+      sum += weight * (static_cast<float>(odd) + static_cast<float>(even) / 16);
+      // Up to 4 heads the third product's start cancels the first two's: see Combine.
+      const int32_t zero = S::kPadded == 4 && digit == 3 ? kMinusMagicBits : kMagicBits;
+#pragma unroll
+      for (int i = 2 * upper; i < 2 * upper + 2; ++i) {  // apart, so that they stay where a product takes its start
+        q->start[mma][i] = ptx::Keep(zero - 8 * even);
+        if constexpr (!S::kOnlyCoarse) q->low_start[mma][i] = ptx::Keep(zero + 128 * odd);
+      }
+    }
+  }
+  if constexpr (S::kPadded == 4) sum += __shfl_xor_sync(kAllLanes, sum, 16);
+  const float scale = args.softmax_scale;
+  q->middle[set] = 7.5f * sum;
+  q->factor[set] = fminf(scale * kLog2e * undo, kMaxFloat);
+  q->half_norm[set] = fminf(.5f * kLog2e * (ptx::QuadSum(squares) * undo * scale) * (undo * scale), kMaxFloat);
+}
+
+template <class S>
+__device__ __forceinline__ Queries<S> MakeQueries(const ScoreArgs& args, const QueryBits<S>& read) {
+  Queries<S> q = {};
+#pragma unroll
+  for (int set = 0; set < S::kSets; ++set) {
+    if (args.dtype == KvDtype::kBf16) {
+      AddQueries<S, true>(args, read.at[set], set, &q);
+    } else {
+      AddQueries<S, false>(args, read.at[set], set, &q);
+    }
+  }
+  return q;
+}
+
+}  // namespace kvd::score
+
+#endif  // LOCKS_KVD_KERNELS_SCORE_QUERIES_CUH_
