@@ -16,11 +16,20 @@ elif [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -lt 2 ]; then
 fi
 case "${1:-}" in -h | --help) sed -n '2,7p' "$0" | cut -c3-; exit 0 ;; esac
 export KVD_OUT=${KVD_OUT:-$here/results-nvlink} NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+# NCCL for bulk moves: the one that comes with the machine's PyTorch.
+nccl=$(python3 -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0] + "/lib")' 2>/dev/null) &&
+  export LD_LIBRARY_PATH=$nccl${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 code=0
 bash "$here/gpu.sh" "$@" || code=$?
+grep -h '^bulk move' "$KVD_OUT/nccl_communicator_test.log" 2>/dev/null ||
+  echo 'bulk move of 256 MiB by NCCL, GB/s, and over cudaMemcpyPeer                   not run'
+killed='one side killed in the middle of a bulk move                                 '
+case $(grep 'ADestinationThatIsKilledInTheMiddleCostsNoPage (' "$KVD_OUT/gpu_moves_test.log" 2>/dev/null) in
+  *OK*) echo "$killed no page lost" ;;
+  *FAILED*) echo "$killed FAILED" ;;
+  *) echo "$killed not run" ;;
+esac
 cat <<'LINES'
-bulk move of sealed pages by NCCL                                             not built
-one side killed in the middle of a bulk move                                  not built
 the ucx path with CUDA over NVLink (UCX built with CUDA)                      not built: Debian's UCX has no CUDA
 LINES
 exit "$code"

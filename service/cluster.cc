@@ -39,6 +39,7 @@ bool IsNotThereYet(const absl::Status& status) {
 absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Make(const DaemonConfig& config,
                                                        const std::string& control_address,
                                                        std::vector<std::shared_ptr<Arena>> arenas,
+                                                       std::shared_ptr<const CommunicatorLibrary> nccl,
                                                        MoveCounters* counters) {
   std::unique_ptr<Cluster> cluster(new Cluster());
   cluster->arenas_ = std::move(arenas);
@@ -53,6 +54,9 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Make(const DaemonConfig& confi
   const auto& tls = config.control().tls();
   migrator.tls = {tls.ca_file(), tls.certificate_file(), tls.key_file()};
   migrator.ucx = UcxOptionsOf(config);
+  migrator.nccl = std::move(nccl);
+  migrator.nccl_watchdog = absl::Milliseconds(config.cluster().nccl().watchdog_ms());
+  migrator.nccl_min_bytes = config.cluster().nccl().min_bytes();
   const absl::Status joined = cluster->Join();
   if (joined.ok()) return cluster;
   if (!IsNotThereYet(joined)) return Annotate(joined, "cluster");

@@ -215,6 +215,13 @@ void FillDefaults(DaemonConfig* config) {
     Default(cluster, &ClusterConfig::poll_ms, &ClusterConfig::set_poll_ms, 5000u);
     Default(cluster, &ClusterConfig::replicas, &ClusterConfig::set_replicas, 1u);
     Default(cluster, &ClusterConfig::moved_grace_ms, &ClusterConfig::set_moved_grace_ms, 60000u);
+    if (cluster->has_nccl()) {
+      using locks_kvd::v1::NcclConfig;
+      NcclConfig* nccl = cluster->mutable_nccl();
+      if (nccl->library().empty()) nccl->set_library("libnccl.so.2");
+      Default(nccl, &NcclConfig::watchdog_ms, &NcclConfig::set_watchdog_ms, 10000u);
+      Default(nccl, &NcclConfig::min_bytes, &NcclConfig::set_min_bytes, uint64_t{67108864});
+    }
   }
   if (config->log().level().empty()) config->mutable_log()->set_level("info");
   for (ArenaConfig& arena : *config->mutable_arenas()) {

@@ -260,6 +260,12 @@ void CheckCluster(const DaemonConfig& config, Problems* problems) {
   problems->Range("cluster.replicas", cluster.replicas(), 1, 2, "choose 1, or 2 for a copy of every page");
   problems->Range("cluster.poll_ms", cluster.poll_ms(), 100, 3600000, "choose seconds");
   problems->Range("cluster.moved_grace_ms", cluster.moved_grace_ms(), 1, 3600000, "choose a minute or so");
+  if (cluster.has_nccl()) {
+    // Less than the time after which an idle reservation is given up.
+    problems->Range("cluster.nccl.watchdog_ms", cluster.nccl().watchdog_ms(), 100, 30000, "10000 is the default");
+    problems->Range("cluster.nccl.min_bytes", cluster.nccl().min_bytes(), 1, uint64_t{1} << 40,
+                    "67108864 is the default");
+  }
   if (!config.data().ucx()) {
     problems->Add("cluster", "data.ucx true, because pages travel by it", "false", "set data.ucx or leave cluster out");
   }

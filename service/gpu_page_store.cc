@@ -20,6 +20,8 @@ namespace {
 
 // Entries of one launch; longer lists take several.
 constexpr size_t kItems = 2048;
+// Pieces that travel at once from one arena's GPU memory; what does not find one free travels through host memory.
+constexpr size_t kExportables = 8;
 
 // The context, and every page with it, is lost.
 void CheckCuda(cudaError_t error, const char* what) {
@@ -122,6 +124,7 @@ absl::StatusOr<std::unique_ptr<PageStore>> GpuPageStore::Make(const ArenaMemory&
 GpuPageStore::~GpuPageStore() {
   UseGpu();
   if (packed_metric_ != nullptr) (void)cudaFree(packed_metric_);
+  FreeExportable(gpu_, exportable_memory_);
 }
 
 void GpuPageStore::UseGpu() const { CheckCuda(cudaSetDevice(gpu_), "cudaSetDevice"); }
@@ -339,6 +342,32 @@ void GpuPageStore::ReadSummaries(std::span<const Read> reads, std::span<uint8_t>
   }
 }
 
+uint8_t* GpuPageStore::TakeExportable() const {
+  const auto now = std::chrono::steady_clock::now();
+  const std::lock_guard<std::mutex> lock(exportable_mutex_);
+  if (!std::exchange(exportable_asked_for_, true)) {
+    exportable_memory_ = AllocateExportable(gpu_, kExportables * kMaxPieceBytes);
+    if (exportable_memory_ == nullptr) {
+      spdlog::warn("gpu_pieces_missing gpu={} bytes={} meaning=\"the GPU has no room: fetches over ucx go through host memory\"",
+                   gpu_, kExportables * kMaxPieceBytes);
+    }
+    for (size_t i = 0; exportable_memory_ != nullptr && i < kExportables; ++i) {
+      exportables_.push_back({exportable_memory_ + i * kMaxPieceBytes, now});
+    }
+  }
+  const auto usable = std::find_if(exportables_.begin(), exportables_.end(),
+                                   [now](const Exportable& free) { return free.usable_from <= now; });
+  if (usable == exportables_.end()) return nullptr;
+  uint8_t* const piece = usable->piece;
+  exportables_.erase(usable);
+  return piece;
+}
+
+void GpuPageStore::GiveExportable(uint8_t* piece, std::chrono::steady_clock::time_point usable_from) const {
+  const std::lock_guard<std::mutex> lock(exportable_mutex_);
+  exportables_.push_back({piece, usable_from});
+}
+
 PageStore::PageBytes GpuPageStore::ReadPage(uint32_t slot, StagingBuffer* staging) const {
   const size_t page_bytes = slot_layout_.slot_bytes(), record_bytes = slot_layout_.summary_bytes();
   uint8_t* const to = staging->Reserve(page_bytes + record_bytes + sizeof(PageHeader), place());
@@ -355,6 +384,24 @@ PageStore::PageBytes GpuPageStore::ReadPage(uint32_t slot, StagingBuffer* stagin
   std::memcpy(&bytes.summary_checksum, to + page_bytes + record_bytes + offsetof(PageHeader, summary_checksum),
               sizeof(bytes.summary_checksum));
   return bytes;
+}
+
+std::vector<uint64_t> GpuPageStore::SummaryChecksums(std::span<const uint32_t> slots) const {
+  const LaneUse use(*this);
+  const Lane& lane = use.lane();
+  std::vector<uint64_t> sums;
+  for (size_t first = 0; first < slots.size(); first += kItems) {
+    const size_t count = std::min(kItems, slots.size() - first);
+    for (size_t i = 0; i < count; ++i) {
+      const auto* const header = reinterpret_cast<const uint8_t*>(memory_.header(slots[first + i]));
+      CheckCuda(cudaMemcpyAsync(&lane.tables->sums[i], header + offsetof(PageHeader, summary_checksum), sizeof(uint64_t),
+                                cudaMemcpyDeviceToHost, lane.stream),
+                "reading headers");
+    }
+    lane.Wait("reading headers");
+    sums.insert(sums.end(), lane.tables->sums, lane.tables->sums + count);
+  }
+  return sums;
 }
 
 }  // namespace kvd

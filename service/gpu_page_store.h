@@ -33,6 +33,9 @@ class GpuPageStore final : public PageStore {
   void ReadUnits(std::span<const Read> reads, std::span<uint8_t> valid) const override;
   void ReadSummaries(std::span<const Read> reads, std::span<uint8_t> valid) const override;
   PageBytes ReadPage(uint32_t slot, StagingBuffer* staging) const override;
+  std::vector<uint64_t> SummaryChecksums(std::span<const uint32_t> slots) const override;
+  uint8_t* TakeExportable() const override;
+  void GiveExportable(uint8_t* piece, std::chrono::steady_clock::time_point usable_from) const override;
 
  private:
   struct Tables;
@@ -55,6 +58,16 @@ class GpuPageStore final : public PageStore {
   std::unique_ptr<Lane> publish_lane_;
   mutable std::mutex lanes_mutex_;  // guards what follows
   mutable std::vector<std::unique_ptr<Lane>> free_lanes_;
+
+  // Made when the first piece is asked for: an arena whose workers all map it needs none.
+  struct Exportable {
+    uint8_t* piece;
+    std::chrono::steady_clock::time_point usable_from;
+  };
+  mutable std::mutex exportable_mutex_;  // guards what follows
+  mutable bool exportable_asked_for_ = false;
+  mutable uint8_t* exportable_memory_ = nullptr;
+  mutable std::vector<Exportable> exportables_;  // that are not taken
 };
 
 }  // namespace kvd

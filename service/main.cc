@@ -93,6 +93,8 @@ int Serve(const locks_kvd::v1::DaemonConfig& config) {
   sigaddset(&signals, SIGUSR1);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  // Before any thread starts: NCCL reads it. Nothing of ours uses NVLink multicast.
+  setenv("NCCL_NVLS_ENABLE", "0", 1);
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(config);
   if (!server.ok()) {
     spdlog::error("start_failed code={} problem={}",

@@ -64,12 +64,16 @@ struct FetchCounters {
 // Why a page was copied to another daemon.
 enum class MoveReason { kDrain, kRebalance, kReplica };
 inline constexpr size_t kNumMoveReasons = 3;
+// How its bytes went there.
+enum class Carrier { kUcx, kNccl };
+inline constexpr size_t kNumCarriers = 2;
 
 // Copies that this daemon made at others.
 struct MoveCounters {
-  std::array<Counter, kNumMoveReasons> pages;
-  std::array<Counter, kNumMoveReasons> bytes;    // units and records
-  std::array<Counter, kNumMoveReasons> aborted;  // rounds that a destination ended
+  using ByReason = std::array<Counter, kNumMoveReasons>;
+  std::array<ByReason, kNumCarriers> pages;
+  std::array<ByReason, kNumCarriers> bytes;    // units and records
+  std::array<ByReason, kNumCarriers> aborted;  // ucx: rounds that a destination ended; nccl: moves that UCX went on with
 };
 
 // Methods of the control plane, in the order of kRpcNames.
@@ -83,6 +87,7 @@ enum class Rpc {
   kLease,
   kRelease,
   kStats,
+  kMove,
   kDrain,
   kConfig,
   kVerify,

@@ -81,21 +81,22 @@ constexpr MetricInfo kTable[] = {
      "Answers of the source of members: those that became a view, and bad ones."},
     {"membership_age_seconds", kGauge, "",
      "Time since the last good answer, 0 of a static list or a daemon alone."},
-    {"moved_pages_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx",
+    {"moved_pages_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx|nccl",
      "Pages that this daemon copied to others."},
-    {"moved_bytes_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx",
+    {"moved_bytes_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx|nccl",
      "Bytes of those pages and their records."},
-    {"moves_aborted_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx",
-     "Rounds of copies that another daemon ended."},
+    {"moves_aborted_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx|nccl",
+     "Rounds of copies that another daemon ended; of nccl: moves that failed and that ucx went on with."},
     {"loop_stall_seconds", kHistogram, "loop=ucx|upkeep",
      "How long a loop was away: turns of the ucx thread over 1 ms, lateness of the upkeep's."},
 };
 
 constexpr const char* kRpcNames[kNumRpcs] = {"Attach",  "Session", "Detach", "Match",
                                              "Reserve", "Seal",    "Lease",  "Release",
-                                             "Stats",   "Drain",   "Config", "Verify",
-                                             "Pages",   "Slowlog", "LogLevel"};
+                                             "Stats",   "Move",    "Drain",  "Config",
+                                             "Verify",  "Pages",   "Slowlog", "LogLevel"};
 constexpr const char* kMoveNames[kNumMoveReasons] = {"drain", "rebalance", "replica"};
+constexpr const char* kCarrierNames[kNumCarriers] = {"ucx", "nccl"};
 constexpr const char* kSizeNames[kNumFetchSizes] = {"le64K", "le1M", "le16M", "more"};
 constexpr const char* kStaleNames[kNumStaleReasons] = {"generation", "incarnation", "lease",
                                                        "layout", "tenant"};
@@ -231,10 +232,12 @@ void AddDataPlane(const FetchCounters& f, const MetricsSnapshot& s, MetricsText*
 }
 
 void AddPool(const MoveCounters& moves, const MetricsSnapshot& s, MetricsText* out) {
-  for (size_t i = 0; i < kNumMoveReasons; ++i) {
-    out->Count("moved_pages_total", {kMoveNames[i], "ucx"}, moves.pages[i].value());
-    out->Count("moved_bytes_total", {kMoveNames[i], "ucx"}, moves.bytes[i].value());
-    out->Count("moves_aborted_total", {kMoveNames[i], "ucx"}, moves.aborted[i].value());
+  for (size_t c = 0; c < kNumCarriers; ++c) {
+    for (size_t i = 0; i < kNumMoveReasons; ++i) {
+      out->Count("moved_pages_total", {kMoveNames[i], kCarrierNames[c]}, moves.pages[c][i].value());
+      out->Count("moved_bytes_total", {kMoveNames[i], kCarrierNames[c]}, moves.bytes[c][i].value());
+      out->Count("moves_aborted_total", {kMoveNames[i], kCarrierNames[c]}, moves.aborted[c][i].value());
+    }
   }
   out->Level("members", {"listed"}, static_cast<double>(s.members));
   out->Count("membership_updates_total", {"accepted"}, s.membership.accepted);

@@ -7,13 +7,19 @@
 #include "kernels/checksum.h"
 #include "proto/status.h"
 #include "service/log_setup.h"
+#include "service/mover.h"
 #include "spdlog/spdlog.h"
 
 namespace kvd {
 namespace {
 
-// Bytes of one batch: its units are acknowledged before it is sealed, so it bounds what a failure repeats.
+// Bytes of one batch: its units are acknowledged before it is sealed, so it bounds what a failure repeats. NCCL's is
+// larger: it moves one in a millisecond, about as long as the calls around it take.
 constexpr size_t kBatchBytes = size_t{16} << 20;
+constexpr size_t kNcclBatchBytes = size_t{256} << 20;
+// How long UCX is used for a destination after NCCL has failed or been refused there.
+constexpr absl::Duration kNcclOffFor = absl::Minutes(5);
+constexpr absl::Duration kKeepAliveEvery = absl::Milliseconds(20);
 // A member that refused or failed is left alone for this long; a drain goes to the next owner at once.
 constexpr absl::Duration kRefusedFor = absl::Seconds(10);
 
@@ -189,7 +195,7 @@ absl::Status Migrator::Round(bool draining, const std::function<bool()>& go_on) 
       continue;
     }
     refused_[name] = {clock_.Now() + kRefusedFor, IsUnreachable(done)};
-    counters_->aborted[static_cast<size_t>(wanted[0].reason)].Add();
+    counters_->aborted[static_cast<size_t>(Carrier::kUcx)][static_cast<size_t>(wanted[0].reason)].Add();
     Complain(name, done);
     status.Update(done);
   }
@@ -198,7 +204,6 @@ absl::Status Migrator::Round(bool draining, const std::function<bool()>& go_on) 
 
 absl::Status Migrator::Execute(const Member& to, std::span<const Wanted> wanted, bool draining,
                                const std::function<bool()>& go_on) {
-  KVD_ASSIGN_OR_RETURN(UcxWorker* const worker, Worker());
   // By arena and shard: a call names one shard of one arena.
   std::vector<Wanted> sorted(wanted.begin(), wanted.end());
   std::stable_sort(sorted.begin(), sorted.end(), [](const Wanted& a, const Wanted& b) {
@@ -209,24 +214,74 @@ absl::Status Migrator::Execute(const Member& to, std::span<const Wanted> wanted,
   for (size_t at = 0; at < sorted.size();) {
     if (!go_on()) return absl::OkStatus();
     const Wanted& first = sorted[at];
-    Arena& arena = *arenas_[first.arena];
     if (session == nullptr || session_arena != first.arena) {
       session.reset();
-      KVD_ASSIGN_OR_RETURN(session,
-                           PeerSession::Open(to.address, options_.tls, &arena, worker, options_.timeout));
+      const auto is_others = [&](const Wanted& page) { return page.arena != first.arena; };
+      const auto rest = sorted.begin() + static_cast<std::ptrdiff_t>(at);
+      const auto run_end = std::find_if(rest, sorted.end(), is_others);
+      KVD_ASSIGN_OR_RETURN(session, OpenSession(to, {rest, run_end}, go_on));
       session_arena = first.arena;
     }
-    const SlotLayout& slot = arena.memory().shape().slot;
-    const size_t most = std::max<size_t>(1, kBatchBytes / (slot.slot_bytes() + slot.summary_bytes()));
+    const size_t most = BatchPages(*session, arenas_[first.arena]->memory().shape().slot, draining);
     size_t end = at;
     while (end < sorted.size() && end - at < most && sorted[end].arena == first.arena &&
            sorted[end].page.page.shard == first.page.page.shard) {
       ++end;
     }
-    KVD_RETURN_IF_ERROR(CopyRun(*session, to.name, std::span(sorted).subspan(at, end - at), draining));
+    const absl::Status copied = CopyRun(*session, to.name, std::span(sorted).subspan(at, end - at), draining);
+    if (session->carrier() == Carrier::kNccl && !session->carrier_problem().ok()) {
+      // The pages are still here. Their reservations there end with the session, each once NCCL cannot write to it any
+      // more; the next session goes on by UCX.
+      LeaveNccl(to.name, first.reason, session->carrier_problem());
+      session.reset();
+      continue;
+    }
+    KVD_RETURN_IF_ERROR(copied);
     at = end;
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<PeerSession>> Migrator::OpenSession(const Member& to, std::span<const Wanted> wanted,
+                                                                   const std::function<bool()>& go_on) {
+  KVD_ASSIGN_OR_RETURN(UcxWorker* const worker, Worker());
+  const std::shared_ptr<Arena>& arena = arenas_[wanted[0].arena];
+  KVD_ASSIGN_OR_RETURN(auto session,
+                       PeerSession::Open(to.address, options_.tls, arena, worker, options_.timeout));
+  const SlotLayout& slot = arena->memory().shape().slot;
+  const auto off = nccl_off_.find(to.name);
+  const bool is_off = off != nccl_off_.end() && clock_.Now() < off->second.until;
+  const bool is_small = wanted.size() * (slot.slot_bytes() + slot.summary_bytes()) < options_.nccl_min_bytes;
+  if (options_.nccl == nullptr || is_off || is_small) return session;
+  const absl::Status used = session->UseNccl(options_.nccl, options_.nccl_watchdog, go_on);
+  if (used.ok()) {
+    nccl_off_.erase(to.name);
+  } else {
+    LeaveNccl(to.name, wanted[0].reason, used);
+  }
+  return session;
+}
+
+size_t Migrator::BatchPages(const PeerSession& session, const SlotLayout& slot, bool draining) const {
+  const size_t page_bytes = slot.slot_bytes() + slot.summary_bytes();
+  if (session.carrier() != Carrier::kNccl) return std::max<size_t>(1, kBatchBytes / page_bytes);
+  // A limited rate is kept over seconds.
+  const bool limited = !draining && options_.bytes_per_second > 0;
+  const size_t bytes =
+      limited ? std::clamp<size_t>(options_.bytes_per_second, kBatchBytes, kNcclBatchBytes) : kNcclBatchBytes;
+  return std::clamp<size_t>(bytes / page_bytes, 1, kMaxMovedPages);
+}
+
+void Migrator::LeaveNccl(const std::string& to, MoveReason reason, const absl::Status& why) {
+  if (absl::IsCancelled(why)) return;  // the round is over
+  const bool refused = absl::IsFailedPrecondition(why) || absl::IsUnimplemented(why) || absl::IsResourceExhausted(why);
+  if (!refused) counters_->aborted[static_cast<size_t>(Carrier::kNccl)][static_cast<size_t>(reason)].Add();
+  NcclOff& off = nccl_off_[to];
+  off.until = clock_.Now() + kNcclOffFor;
+  if (off.reason == why.message()) return;
+  off.reason = std::string(why.message());
+  spdlog::warn("carrier to={} use=ucx not=nccl code={} reason={}", LogQuote(to),
+               absl::StatusCodeToString(why.code()), LogQuote(why.message()));
 }
 
 absl::Status Migrator::CopyRun(PeerSession& session, const std::string& to, std::span<const Wanted> run,
@@ -238,22 +293,26 @@ absl::Status Migrator::CopyRun(PeerSession& session, const std::string& to, std:
   const absl::Duration start = clock_.Now();
   const absl::Status status = session.Copy(pages, outcomes, &bytes);
   const auto reason = static_cast<size_t>(run[0].reason);
+  const auto carrier = static_cast<size_t>(session.carrier());
   const uint64_t name = NameHash(to);
   for (size_t i = 0; i < run.size(); ++i) {
     if (outcomes[i] != CopyOutcome::kCopied && outcomes[i] != CopyOutcome::kHadIt) continue;
     Remember(run[i], name);
     if (outcomes[i] == CopyOutcome::kCopied) {
-      counters_->pages[reason].Add();
+      counters_->pages[carrier][reason].Add();
       ++moved_;
     }
   }
-  counters_->bytes[reason].Add(bytes);
+  counters_->bytes[carrier][reason].Add(bytes);
   if (!draining && options_.bytes_per_second > 0 && bytes > 0) {
     const absl::Duration least =
         absl::Seconds(static_cast<double>(bytes) / static_cast<double>(options_.bytes_per_second));
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, absl::ToChronoNanoseconds(least - (clock_.Now() - start)),
-                      [this] { return stopping_ || draining_.load(); });
+    while (!stopping_ && !draining_.load() && clock_.Now() - start < least) {
+      const absl::Duration pause = std::min(least - (clock_.Now() - start), kKeepAliveEvery);
+      changed_.wait_for(lock, absl::ToChronoNanoseconds(pause), [this] { return stopping_ || draining_.load(); });
+      session.KeepAlive();
+    }
   }
   return status;
 }

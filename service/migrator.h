@@ -43,6 +43,9 @@ struct MigratorOptions {
   absl::Duration timeout = absl::Seconds(5);  // of one call to another daemon
   TlsFiles tls;
   UcxOptions ucx;
+  std::shared_ptr<const CommunicatorLibrary> nccl;  // null: every move goes by UCX
+  absl::Duration nccl_watchdog = absl::Seconds(10);
+  uint64_t nccl_min_bytes = 0;  // smaller moves go by UCX
 };
 
 class Migrator {
@@ -84,6 +87,11 @@ class Migrator {
     bool unreachable;      // gone or draining, as clients see it too; otherwise it is full, or has no such arena
   };
 
+  struct NcclOff {
+    absl::Duration until;
+    std::string reason;
+  };
+
   void Loop();
   bool Stopping();
   void SleepBriefly();
@@ -95,7 +103,13 @@ class Migrator {
   // Copies one destination's part; kOk if all that is still here is there.
   absl::Status Execute(const Member& to, std::span<const Wanted> wanted, bool draining,
                        const std::function<bool()>& go_on);
+  // A session for pages of one arena; by NCCL where that is possible and worth it.
+  absl::StatusOr<std::unique_ptr<PeerSession>> OpenSession(const Member& to, std::span<const Wanted> wanted,
+                                                           const std::function<bool()>& go_on);
+  size_t BatchPages(const PeerSession& session, const SlotLayout& slot, bool draining) const;
   absl::Status CopyRun(PeerSession& session, const std::string& to, std::span<const Wanted> run, bool draining);
+  // NCCL has failed or been refused: UCX is used for this destination for a while. Logged once a reason.
+  void LeaveNccl(const std::string& to, MoveReason reason, const absl::Status& why);
   absl::Status Round(bool draining, const std::function<bool()>& go_on);
   absl::Duration Believed() const { return 2 * options_.grace; }
   bool IsKnown(const Mark& mark, const SealedCopy& page, uint64_t name, bool draining) const;
@@ -114,6 +128,7 @@ class Migrator {
   std::vector<std::vector<Mark>> marks_;           // [arena][slot]
   std::map<std::string, Refusal> refused_;  // by member
   std::map<std::string, absl::StatusCode> complained_;
+  std::map<std::string, NcclOff> nccl_off_;  // by member
   uint64_t moved_ = 0;
 
   std::mutex mutex_;  // guards what follows

@@ -22,6 +22,8 @@ absl::StatusOr<std::unique_ptr<PageStore>> PageStore::Make(const ArenaMemory& me
   return std::make_unique<HostPageStore>(memory, recipe);
 }
 
+void PageStore::GiveExportable(uint8_t*, std::chrono::steady_clock::time_point) const {}
+
 // The records are the sealing daemon's own (their checksum is in its page header), and they hold the checksum of every
 // unit.
 absl::Status PageStore::ProveCopy(uint32_t slot, uint64_t summary_checksum) const {
@@ -128,6 +130,12 @@ void HostPageStore::ReadSummaries(std::span<const Read> reads, std::span<uint8_t
 
 PageStore::PageBytes HostPageStore::ReadPage(uint32_t slot, StagingBuffer*) const {
   return {memory_.slot_base(slot), memory_.summary(slot), memory_.header(slot)->summary_checksum};
+}
+
+std::vector<uint64_t> HostPageStore::SummaryChecksums(std::span<const uint32_t> slots) const {
+  std::vector<uint64_t> sums;
+  for (const uint32_t slot : slots) sums.push_back(memory_.header(slot)->summary_checksum);
+  return sums;
 }
 
 }  // namespace kvd

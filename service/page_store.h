@@ -13,6 +13,7 @@
 #ifndef LOCKS_KVD_SERVICE_PAGE_STORE_H_
 #define LOCKS_KVD_SERVICE_PAGE_STORE_H_
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -91,6 +92,15 @@ class PageStore {
   // The same for a slot's header, then all its records.
   virtual void ReadSummaries(std::span<const Read> reads, std::span<uint8_t> valid) const = 0;
 
+  // --- pieces that another process of this host reads from the GPU while they travel ---
+
+  // kMaxPieceBytes of the arena's GPU, for ReadUnits to read into and UCX to show to a peer; null: none is free, or the arena
+  // is in host memory. A process that was shown it once can read and write it from then on: it is this arena's for ever, so
+  // that no other tenant's bytes are ever in it.
+  virtual uint8_t* TakeExportable() const { return nullptr; }
+  // It is not taken again before `usable_from`: until then a peer may still read what is in it.
+  virtual void GiveExportable(uint8_t* piece, std::chrono::steady_clock::time_point usable_from) const;
+
   // --- reading a page that cannot change meanwhile (Arena::BeginCopying) ---
 
   struct PageBytes {
@@ -100,6 +110,8 @@ class PageStore {
   };
   // Views of the arena itself or of `staging`; valid for as long as both stay as they are.
   virtual PageBytes ReadPage(uint32_t slot, StagingBuffer* staging) const = 0;
+  // Checksum of each slot's records as its header has it.
+  virtual std::vector<uint64_t> SummaryChecksums(std::span<const uint32_t> slots) const = 0;
 
  protected:
   explicit PageStore(const ArenaMemory& memory) : memory_(memory), slot_layout_(memory.shape().slot) {}
@@ -129,6 +141,7 @@ class HostPageStore final : public PageStore {
   void ReadUnits(std::span<const Read> reads, std::span<uint8_t> valid) const override;
   void ReadSummaries(std::span<const Read> reads, std::span<uint8_t> valid) const override;
   PageBytes ReadPage(uint32_t slot, StagingBuffer* staging) const override;
+  std::vector<uint64_t> SummaryChecksums(std::span<const uint32_t> slots) const override;
 
  private:
   SlotSums SumsOf(uint32_t slot) const override;

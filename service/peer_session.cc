@@ -7,6 +7,8 @@
 #include "kernels/layout.h"
 #include "proto/status.h"
 #include "proto/wire.h"
+#include "service/nccl_mover.h"
+#include "service/ucx_mover.h"
 
 namespace kvd {
 namespace {
@@ -34,10 +36,11 @@ struct PeerSession::Batch {
 };
 
 absl::StatusOr<std::unique_ptr<PeerSession>> PeerSession::Open(const std::string& address,
-                                                               const TlsFiles& tls, Arena* arena,
+                                                               const TlsFiles& tls,
+                                                               std::shared_ptr<Arena> arena,
                                                                UcxWorker* worker,
                                                                absl::Duration timeout) {
-  std::unique_ptr<PeerSession> session(new PeerSession(arena, timeout));
+  std::unique_ptr<PeerSession> session(new PeerSession(std::move(arena), timeout));
   if (absl::Status attached = session->Attach(address, tls, worker); !attached.ok()) {
     return Annotate(attached, absl::StrCat("daemon ", address));
   }
@@ -67,14 +70,37 @@ absl::Status PeerSession::Attach(const std::string& address, const TlsFiles& tls
   KVD_ASSIGN_OR_RETURN(const auto incarnation, BytesOf<Incarnation>(session_.incarnation()));
   KVD_ASSIGN_OR_RETURN(const auto token, BytesOf<SessionToken>(session_.token()));
   heartbeat_ = std::make_unique<HeartbeatStream>(stub_.get(), session_, [](const v1::SessionEvent&) {});
+  heartbeat_interval_ = absl::Milliseconds(reply.heartbeat_ms());
+  last_ping_ = clock_.Now();
   heartbeat_->Ping();
-  KVD_ASSIGN_OR_RETURN(ingest_, IngestChannel::Connect(worker, reply.ucx().worker_address(), incarnation, token,
-                                                       arena_.memory().shape().slot.unit_bytes, timeout_));
+  KVD_ASSIGN_OR_RETURN(mover_, UcxMover::Make(&arena_, worker, reply.ucx().worker_address(), incarnation, token,
+                                              timeout_));
   return absl::OkStatus();
 }
 
+absl::Status PeerSession::UseNccl(std::shared_ptr<const CommunicatorLibrary> library, absl::Duration watchdog,
+                                  std::function<bool()> go_on) {
+  const auto keep_on = [this, go_on = std::move(go_on)] {
+    KeepAlive();
+    return go_on();
+  };
+  KVD_ASSIGN_OR_RETURN(mover_, NcclMover::Make({.stub = stub_.get(),
+                                                .session = session_,
+                                                .arena = shared_arena_,
+                                                .library = std::move(library),
+                                                .watchdog = watchdog,
+                                                .go_on = keep_on}));
+  return absl::OkStatus();
+}
+
+void PeerSession::KeepAlive() {
+  if (clock_.Now() - last_ping_ < heartbeat_interval_) return;
+  last_ping_ = clock_.Now();
+  heartbeat_->Ping();
+}
+
 PeerSession::~PeerSession() {
-  ingest_.reset();
+  mover_.reset();
   if (heartbeat_ != nullptr) heartbeat_->End();
   if (!session_.token().empty()) {
     v1::DetachRequest request;
@@ -94,7 +120,7 @@ absl::Status PeerSession::Call(Request& request, Reply* reply, Method method, co
 
 absl::Status PeerSession::Copy(std::span<const SealedCopy> pages, std::span<CopyOutcome> outcomes,
                                uint64_t* bytes) {
-  heartbeat_->Ping();
+  KeepAlive();
   std::fill(outcomes.begin(), outcomes.end(), CopyOutcome::kFailed);
   Batch batch;
   const absl::Status reserved = Reserve(batch, pages, outcomes);
@@ -110,8 +136,9 @@ absl::Status PeerSession::Copy(std::span<const SealedCopy> pages, std::span<Copy
     here.places.push_back(batch.places[i]);
     here.tickets.push_back(batch.tickets[i]);
   }
-  absl::Status done = Send(here, bytes);
+  absl::Status done = here.pages.empty() ? absl::OkStatus() : Send(here, bytes);
   if (done.ok()) done = Seal(here, outcomes);
+  if (absl::IsDataLoss(done)) carrier_problem_ = done;
   arena_.EndCopying();
   done.Update(reserved);
   return done;
@@ -157,22 +184,11 @@ absl::Status PeerSession::Reserve(Batch& batch, std::span<const SealedCopy> page
 // The slots cannot change meanwhile: they are being copied (Arena::BeginCopying).
 absl::Status PeerSession::Send(Batch& batch, uint64_t* bytes) {
   const SlotLayout& slot = arena_.memory().shape().slot;
-  if (staging_.size() < batch.pages.size()) staging_.resize(batch.pages.size());
-  std::vector<IngestUnit> units;
-  std::vector<IngestUnit> records;
-  for (size_t i = 0; i < batch.pages.size(); ++i) {
-    const PageStore::PageBytes page = arena_.store().ReadPage(batch.pages[i].location.slot, &staging_[i]);
-    batch.summary_checksums.push_back(page.summary_checksum);
-    for (int layer = 0; layer < slot.num_layers; ++layer) {
-      for (int head = 0; head < slot.shard_heads; ++head) {
-        units.push_back({batch.tickets[i], static_cast<uint16_t>(layer), static_cast<uint16_t>(head),
-                         page.units + slot.unit_offset(layer, head)});
-      }
-    }
-    records.push_back({batch.tickets[i], 0, 0, page.records});
-  }
-  KVD_RETURN_IF_ERROR(ingest_->Send(units, timeout_));
-  KVD_RETURN_IF_ERROR(ingest_->SendRecords(records, slot.summary_bytes(), timeout_));
+  std::vector<MovedPage> pages;
+  for (size_t i = 0; i < batch.pages.size(); ++i) pages.push_back({batch.pages[i].location.slot, batch.tickets[i]});
+  absl::StatusOr<std::vector<uint64_t>> moved = mover_->Move(pages);
+  if (!moved.ok()) return carrier_problem_ = moved.status();
+  batch.summary_checksums = *std::move(moved);
   *bytes += batch.pages.size() * (slot.slot_bytes() + slot.summary_bytes());
   return absl::OkStatus();
 }

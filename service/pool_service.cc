@@ -115,6 +115,16 @@ void PoolService::StartDraining(const std::string& reason) {
   streams_.StartDraining(reason);
 }
 
+void PoolService::TickStreams() {
+  streams_.Tick();
+  if (options_.moves != nullptr) options_.moves->Tick();
+}
+
+void PoolService::EndStreams() {
+  streams_.EndAll();
+  if (options_.moves != nullptr) options_.moves->EndAll();
+}
+
 grpc::Status PoolService::Serve(Rpc rpc, const grpc::ServerContext& context,
                                 const std::function<absl::Status(const PeerIdentity&)>& work) {
   const absl::Duration start = options_.clock->Now();
@@ -123,7 +133,8 @@ grpc::Status PoolService::Serve(Rpc rpc, const grpc::ServerContext& context,
   Metrics& metrics = *options_.metrics;
   const auto method = static_cast<size_t>(rpc);
   metrics.rpc_requests[method][static_cast<size_t>(status.code())].Add();
-  metrics.rpc_seconds[method].Observe(options_.clock->Now() - start);
+  // A move takes as long as its pages.
+  if (rpc != Rpc::kMove) metrics.rpc_seconds[method].Observe(options_.clock->Now() - start);
   CountRefusal(status, &metrics);
   return ToGrpc(status);
 }
@@ -251,6 +262,7 @@ grpc::Status PoolService::Attach(grpc::ServerContext* context, const v1::AttachR
     if (!on_gpu && offers_.shared.has_value()) *reply->mutable_shared() = *offers_.shared;
     if (on_gpu && offers_.peer.has_value()) *reply->mutable_peer() = *offers_.peer;
     if (offers_.ucx.has_value()) *reply->mutable_ucx() = *offers_.ucx;
+    if (!on_gpu && reply->has_ucx()) reply->mutable_ucx()->clear_gpu_host_id();
     spdlog::info("session_attached session={} tenant={} model={} client={} ucx={}",
                  static_cast<uint64_t>(session->id), arena->tenant(), arena->model(),
                  LogQuote(request->client_name()), LogQuote(request->ucx_version()));
@@ -406,6 +418,14 @@ grpc::Status PoolService::Release(grpc::ServerContext* context, const v1::Releas
     KVD_ASSIGN_OR_RETURN(const std::vector<PageLocation> locations,
                          ParseLocations(*session.arena, request->slots(), request->generations()));
     return session.arena->Release(session.id, locations);
+  });
+}
+
+grpc::Status PoolService::Move(grpc::ServerContext* context, MoveReceiver::Stream* stream) {
+  return Serve(Rpc::kMove, *context, [&](const PeerIdentity& peer) -> absl::Status {
+    if (options_.moves == nullptr) return absl::FailedPreconditionError("this daemon takes pages by UCX alone");
+    return options_.moves->Serve(context, stream,
+                                 [&](const v1::SessionRef& session) { return FindSession(peer, session); });
   });
 }
 

@@ -19,6 +19,7 @@
 #include "proto/pool.grpc.pb.h"
 #include "service/auth.h"
 #include "service/metrics.h"
+#include "service/move_receiver.h"
 #include "service/sealer.h"
 #include "service/session_stream.h"
 #include "service/session_table.h"
@@ -39,6 +40,7 @@ struct PoolOptions {
   Sealer* sealer = nullptr;
   Metrics* metrics = nullptr;
   const Clock* clock = nullptr;
+  MoveReceiver* moves = nullptr;  // null: pages come by UCX alone
 
   std::vector<std::shared_ptr<Arena>> arenas;
   bool tls = false;
@@ -62,9 +64,9 @@ class PoolService final
   void StopLeasing() { leasing_stopped_.store(true, std::memory_order_release); }
   bool draining() const { return draining_.load(std::memory_order_acquire); }
   // Ends streams whose session has ended, or that never named one. Called every now and then.
-  void TickStreams() { streams_.Tick(); }
+  void TickStreams();
   // Ends every stream: the daemon stops.
-  void EndStreams() { streams_.EndAll(); }
+  void EndStreams();
 
   // The arenas' figures, also used for metrics.
   const std::vector<std::shared_ptr<Arena>>& arenas() const { return options_.arenas; }
@@ -87,6 +89,7 @@ class PoolService final
                        locks_kvd::v1::ReleaseReply* reply) override;
   grpc::Status Stats(grpc::ServerContext* context, const locks_kvd::v1::StatsRequest* request,
                      locks_kvd::v1::StatsReply* reply) override;
+  grpc::Status Move(grpc::ServerContext* context, MoveReceiver::Stream* stream) override;
 
  private:
   // Identifies the caller, runs `work`, counts and times the call.

@@ -31,6 +31,8 @@
 #include "service/health.h"
 #include "service/log_setup.h"
 #include "service/metrics.h"
+#include "service/move_receiver.h"
+#include "service/nccl_communicator.h"
 #include "service/pool_service.h"
 #include "service/slowlog.h"
 #include "spdlog/spdlog.h"
@@ -68,6 +70,18 @@ std::string WithPort(const std::string& address, int port) {
 
 std::string KindOf(const MemoryPlace& place) { return place.on_gpu() ? absl::StrCat("gpu gpu=", place.gpu) : "host"; }
 
+// The library of bulk moves as the configuration has it, or why they go by UCX.
+absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> NcclOf(const DaemonConfig& config) {
+  if (!config.cluster().has_nccl()) return absl::FailedPreconditionError("cluster.nccl is not set");
+  const auto with_gpu = std::find_if(config.arenas().begin(), config.arenas().end(),
+                                     [](const auto& arena) { return arena.has_gpu(); });
+  if (with_gpu == config.arenas().end()) return absl::FailedPreconditionError("no arena has a gpu");
+  const auto& nccl = config.cluster().nccl();
+  KVD_ASSIGN_OR_RETURN(auto library, LoadNccl(nccl.library()));
+  KVD_RETURN_IF_ERROR(ProveAlone(library, OnGpu(with_gpu->gpu()), absl::Milliseconds(nccl.watchdog_ms())));
+  return library;
+}
+
 // Writes a file whole and at once: a reader sees all of it or none.
 absl::Status WriteWhole(const std::string& path, const std::string& text) {
   const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
@@ -86,7 +100,8 @@ absl::Status WriteWhole(const std::string& path, const std::string& text) {
 }  // namespace
 
 struct Server::Parts {
-  explicit Parts(const DaemonConfig& c) : config(c) {}
+  Parts(const DaemonConfig& c, absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> library)
+      : config(c), nccl(std::move(library)) {}
   ~Parts();
 
   absl::Status Start();
@@ -100,9 +115,11 @@ struct Server::Parts {
   void CheckCertificates();
   uint32_t CountLeases() const;
   bool IsBusy() const;
+  PathOffers Offers() const;
   void LogStart() const;
 
   const DaemonConfig config;
+  const absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> nccl;  // or why bulk moves go by UCX
   const SteadyClock clock;
   const Incarnation incarnation = RandomBytes16();
   Metrics metrics;
@@ -114,6 +131,7 @@ struct Server::Parts {
   std::vector<std::shared_ptr<Arena>> arenas;
   std::unique_ptr<SessionTable> sessions;
   std::unique_ptr<Sealer> sealer;
+  std::unique_ptr<MoveReceiver> moves;
   std::unique_ptr<PoolService> pool;
   std::unique_ptr<AdminService> admin;
   std::unique_ptr<grpc::Server> control;
@@ -134,7 +152,12 @@ struct Server::Parts {
 };
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const DaemonConfig& config) {
-  auto parts = std::make_unique<Parts>(config);
+  return Start(config, NcclOf(config));
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(
+    const DaemonConfig& config, absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> nccl) {
+  auto parts = std::make_unique<Parts>(config, std::move(nccl));
   std::unique_ptr<Server> server(new Server(std::move(parts)));
   Parts& p = *server->parts_;
   AdminOptions admin;
@@ -171,7 +194,11 @@ absl::Status Server::Parts::Start() {
                             .clock = &clock});
   const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
   sealer = std::make_unique<Sealer>(static_cast<int>(std::min(4u, cores)));
+  MoveReceiver::Options receiver = {.sessions = sessions.get(), .clock = &clock, .library = nccl};
+  if (config.cluster().has_nccl()) receiver.watchdog = absl::Milliseconds(config.cluster().nccl().watchdog_ms());
+  moves = std::make_unique<MoveReceiver>(std::move(receiver));
   PoolOptions options;
+  options.moves = moves.get();
   options.sessions = sessions.get();
   options.sealer = sealer.get();
   options.metrics = &metrics;
@@ -188,13 +215,14 @@ absl::Status Server::Parts::Start() {
                        DataPlane::Make(config, address.ok() ? address->port : uint16_t{0},
                                        sessions.get(), &metrics, &slowlog));
   if (config.has_cluster()) {
-    KVD_ASSIGN_OR_RETURN(cluster, Cluster::Make(config, ready.control_address(), arenas, &metrics.moves));
+    KVD_ASSIGN_OR_RETURN(cluster, Cluster::Make(config, ready.control_address(), arenas,
+                                                nccl.ok() ? *nccl : nullptr, &metrics.moves));
   }
   KVD_RETURN_IF_ERROR(StartOutside());
   last_tick_ns = absl::ToInt64Nanoseconds(clock.Now());
   upkeep = std::thread([this] { UpkeepLoop(); });
   watch = std::thread([this] { WatchLoop(); });
-  pool->Open(data_plane->Offers());
+  pool->Open(Offers());
   serving.store(true, std::memory_order_release);
   if (health != nullptr) {
     health->SetStarted(true);
@@ -262,6 +290,16 @@ absl::Status Server::Parts::StartOutside() {
   return absl::OkStatus();
 }
 
+PathOffers Server::Parts::Offers() const {
+  PathOffers offers = data_plane->Offers();
+  if (cluster == nullptr) return offers;
+  offers.report.push_back(
+      nccl.ok() ? absl::StrCat("nccl: yes: ", (*nccl)->version(), " for moves of ",
+                               config.cluster().nccl().min_bytes(), " bytes and more")
+                : absl::StrCat("nccl: no: ", nccl.status().message(), ": pages move by ucx"));
+  return offers;
+}
+
 void Server::Parts::LogStart() const {
   spdlog::info("start version={} layout={} incarnation={} pid={}", kVersion, kLayoutVersion,
                ready.incarnation(), ready.pid());
@@ -272,7 +310,7 @@ void Server::Parts::LogStart() const {
         arena->tenant(), arena->model(), KindOf(arena->memory().place()), shape.num_slots - 1, shape.slot.slot_bytes(),
         shape.slot.summary_bytes(), shape.num_slabs(), EncoderName(arena->options().encoder));
   }
-  for (const std::string& path : data_plane->Offers().report)
+  for (const std::string& path : Offers().report)
     spdlog::info("path offer={}", LogQuote(path));
   spdlog::info("serving control={} health={} metrics={} tls={}", ready.control_address(),
                ready.health_address(), ready.metrics_address(), !IsInsecure(config));
@@ -441,6 +479,7 @@ Server::Parts::~Parts() {
   control.reset();
   admin.reset();
   pool.reset();
+  moves.reset();
   sealer.reset();
   sessions.reset();
   if (ready.pid() != 0) spdlog::info("stopped incarnation={}", ready.incarnation());

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "proto/config.pb.h"
+#include "service/communicator.h"
 
 namespace kvd {
 
@@ -26,6 +27,10 @@ class Server {
   // Serves when it returns. REQUIRES: `config` was checked (LoadConfig).
   // Errors: what could not be had and what to do; nothing keeps running.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const locks_kvd::v1::DaemonConfig& config);
+  // The same with the library of bulk moves given, or why there is none, instead of the one that cluster.nccl names.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(
+      const locks_kvd::v1::DaemonConfig& config,
+      absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> nccl);
   // Ends every session and gives all memory back.
   ~Server();
 

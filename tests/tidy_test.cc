@@ -104,7 +104,7 @@ TEST(TidyTest, EachLibraryHasOneDoor) {
       {std::regex(R"(<openssl/)"), std::regex(R"(^proto/page_key\.cc|^service/auth\.cc)")},
       {std::regex(R"([<"]hwy/)"), std::regex(R"(^kernels/simd\.)")},
       {std::regex(R"(<cuda\.h>)"), std::regex(R"(^(proto/gpu_memory\.cc|client/gpu_scope\.h))")},
-      {std::regex(R"(<nccl\.h>)"), std::regex(R"(^service/nccl_mover\.cc)")},
+      {std::regex(R"(<nccl\.h>)"), std::regex(R"(^service/nccl_communicator\.cc)")},
   };
   EXPECT_THAT(Complaints([](const SourceFile& f) { return IsCpp(f) && f.folder() != "tests"; },
                          [&](const SourceFile& f, const std::string& line) -> std::string {

@@ -104,7 +104,7 @@ class ConfigurationTest(unittest.TestCase):
     def test_the_daemon_takes_the_configuration_of_each_profile(self):
         variants = [(profile, ()) for profile in PROFILES] + [
             ("cpu", ("tls.enabled=false", "insecureAllow=true")), ("cpu", ("cluster.enabled=false",)),
-            ("cpu", ("cluster.copies=2", "cluster.rebalance=false", "cluster.moveBytesPerSecond=2000000000")),
+            ("cpu", ("cluster.copies=2", "cluster.rebalance=false", "cluster.moveBytesPerSecond=2000000000", "cluster.nccl=true")),
             ("cpu", ("times.heartbeatMs=500", "times.quarantineMs=9000", "limits.fetchBytesInFlightPerSession=1073741824")),
             ("cpu", ("arenas[0].geometry.dtype=DTYPE_FP16", "arenas[0].geometry.rank=4", "arenas[0].queryMetric.configMap=q",
                      "arenas[0].queryMetric.key=k")),

@@ -160,6 +160,12 @@ INSTANTIATE_TEST_SUITE_P(
                   c->mutable_cluster()->set_replicas(3);
                 },
                 "cluster.replicas: expected 1 to 2, got 3"},
+        BadCase{"NcclWatchdog",
+                [](DaemonConfig* c) {
+                  c->mutable_cluster()->mutable_nccl()->set_watchdog_ms(60000);
+                  Cluster(c)->set_members_file("/m");
+                },
+                "cluster.nccl.watchdog_ms: expected 100 to 30000, got 60000"},
         BadCase{"MemberAddress",
                 [](DaemonConfig* c) { Cluster(c)->add_members()->set_address("nohost"); },
                 "cluster.members: "},

@@ -199,10 +199,10 @@ TEST_F(GpuServingTest, PagesMoveBetweenHostAndGpuAndArriveWhole) {
     options.model = to_gpu ? "on-gpu" : "tiny";
     options.model_fingerprint = ModelFingerprint(options.geometry, "w", "");
     if (!to_gpu) options.place = OnGpu(0);
-    const auto from = testing::MakeArena(std::move(options));
+    const std::shared_ptr<Arena> from = testing::MakeArena(std::move(options));
     from->BeginSession(SessionId{1});
     for (int page = 0; page < 10; ++page) (void)testing::PutPage(from.get(), SessionId{1}, page);
-    auto session = PeerSession::Open(address, {}, from.get(), worker.get(), absl::Seconds(5));
+    auto session = PeerSession::Open(address, {}, from, worker.get(), absl::Seconds(5));
     ASSERT_TRUE(session.ok()) << session.status();
     const std::vector<SealedCopy> pages = from->SealedPages();
     ASSERT_EQ(pages.size(), 10u);

@@ -72,6 +72,10 @@ class LineProcess {
     KVD_CHECK(kill(pid_, SIGSTOP) == 0 && waitpid(pid_, &status, WUNTRACED) == pid_ &&
               WIFSTOPPED(status));
   }
+  // Waits until the process is really gone.
+  void Kill() {
+    KVD_CHECK(kill(pid_, SIGKILL) == 0 && waitid(P_PID, static_cast<id_t>(pid_), nullptr, WEXITED | WNOWAIT) == 0);
+  }
   void Thaw() { KVD_CHECK(kill(pid_, SIGCONT) == 0); }
 
  private:

@@ -31,6 +31,7 @@
 {{- $cluster := dict "membersDns" (printf "_control._tcp.%s" (include "locks-kvd.membersHost" .)) "replicas" .Values.cluster.copies -}}
 {{- if not .Values.cluster.rebalance -}}{{- $_ := set $cluster "noRebalance" true -}}{{- end -}}
 {{- with .Values.cluster.moveBytesPerSecond -}}{{- $_ := set $cluster "moveBytesPerSecond" (toString (int64 .)) -}}{{- end -}}
+{{- if .Values.cluster.nccl -}}{{- $_ := set $cluster "nccl" dict -}}{{- end -}}
 {{- $_ := set $config "cluster" $cluster -}}
 {{- end -}}
 {{- toPrettyJson $config -}}
