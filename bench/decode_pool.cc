@@ -40,13 +40,16 @@ std::vector<std::string> Namespaces(bool own) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<PoolSession>> PoolSession::Attach(ClientOptions options) {
+absl::StatusOr<std::unique_ptr<PoolSession>> PoolSession::Attach(ClientOptions options,
+                                                                 const std::string& transports) {
   auto session = std::unique_ptr<PoolSession>(new PoolSession());
   session->options_ = std::move(options);
   KVD_ASSIGN_OR_RETURN(session->shape_, WorkerShape::Make(session->options_.geometry, {}));
   if (session->options_.gpu >= 0) session->shape_.place = OnGpu(session->options_.gpu);
   UcxOptions ucx;
   ucx.devices = "lo";
+  ucx.transports = transports;
+  ucx.gpu = session->options_.gpu;
   KVD_ASSIGN_OR_RETURN(session->ucx_, UcxWorker::Make(ucx));
   KVD_ASSIGN_OR_RETURN(session->pool_,
                        Pool::Make(&session->options_, &session->shape_, session->ucx_.get()));

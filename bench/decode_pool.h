@@ -26,7 +26,9 @@ namespace kvd::bench {
 // A session below the client's facade.
 class PoolSession {
  public:
-  static absl::StatusOr<std::unique_ptr<PoolSession>> Attach(ClientOptions options);
+  // `transports`: of UCX; empty: its choice for this worker's memory.
+  static absl::StatusOr<std::unique_ptr<PoolSession>> Attach(ClientOptions options,
+                                                             const std::string& transports = "");
   Pool& pool() { return *pool_; }
   const WorkerShape& shape() const { return shape_; }
   // Never null: a daemon that was lost ends the benchmark.

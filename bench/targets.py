@@ -67,6 +67,8 @@ TARGETS = [
      "hk4 1 x 1M, authors over pool, warm", "ratio", None),
     ("GPU fetch, 128 units a layer in a graph, us", "decode_bench.json",
      "llama: fetch 128 units a layer, in a graph", "us", 6),
+    ("ucx path with CUDA, NIXL READ over ours", "decode_bench.json",
+     "llama: NIXL over ucx path with CUDA, cuda_ipc: request, gather, reply, list of 512 units", "ratio", 10),
     ("ucx path over UCX's 4 MiB message, GPU memory", "decode_bench.json",
      "llama: ucx path over UCX's own message, 4 MiB", "ratio", 0.7),
     ("ucx path over UCX's 64 MiB message", "decode_bench.json",
@@ -104,7 +106,7 @@ def load(folder, name):
 
 def main(folder):
     short = 0
-    print(f"{"target":72} {'figure':>9} {'bound':>10}  {'':5} {'commit':14} machine")
+    print(f"{'target':72} {'figure':>9} {'bound':>10}  {'':5} {'commit':14} machine")
     for name, file, figure, field, bound in TARGETS:
         results = load(folder, file)
         found = [f for f in results["figures"] if f["name"] == figure] if results else []

@@ -76,6 +76,7 @@ absl::StatusOr<std::unique_ptr<KvClient>> KvClient::Make(ClientOptions options) 
     ucx.devices = o.ucx_devices.empty() && !o.daemons.empty() && AllOnLoopback(o.daemons)
                       ? "lo"
                       : o.ucx_devices;
+    ucx.gpu = o.gpu;
     KVD_ASSIGN_OR_RETURN(client->ucx_, UcxWorker::Make(ucx));
   }
   KVD_ASSIGN_OR_RETURN(client->pool_, Pool::Make(&o, &client->shape_, client->ucx_.get()));

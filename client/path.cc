@@ -9,6 +9,7 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "client/device_buffer.h"
@@ -29,6 +30,10 @@ namespace {
 // Units of the canary page that are fetched: enough for a rate, little enough for a slow network.
 constexpr size_t kCanaryUnits = 256;
 constexpr uint64_t kCanaryGeneration = 2;
+// How long the ucx path between GPU memories may take to prove itself: there is another way.
+constexpr absl::Duration kBetweenGpusLimit = absl::Seconds(2);
+// By so much its canary may be slower: of small pages both take what a message and its answer take.
+constexpr double kClearlySlower = 2;
 
 // Where a status carries its PathRefusal; without it, the reason is kFailed.
 constexpr char kReasonKey[] = "locks-kvd/path-refusal";
@@ -132,7 +137,7 @@ absl::StatusOr<std::unique_ptr<Fetcher>> OpenShared(const Opening& opening, absl
   return ToPlace(opening, std::make_unique<SharedFetcher>(std::move(memory)));
 }
 
-absl::StatusOr<std::unique_ptr<Fetcher>> OpenUcx(const Opening& opening, absl::Duration timeout) {
+absl::Status CheckUcx(const Opening& opening) {
   const locks_kvd::v1::AttachReply& offer = opening.offer;
   if (!offer.has_ucx()) return Refused(PathRefusal::kNotOffered, "the daemon does not offer it");
   if (opening.ucx == nullptr) return Refused(PathRefusal::kNoUcx, "this process runs without UCX");
@@ -141,22 +146,14 @@ absl::StatusOr<std::unique_ptr<Fetcher>> OpenUcx(const Opening& opening, absl::D
                    absl::StrCat("the daemon runs UCX ", offer.ucx().version(), ", this process ",
                                 UcxWorker::Version(), ": run the same version"));
   }
-  KVD_ASSIGN_OR_RETURN(std::unique_ptr<Fetcher> fetcher,
-                       UcxFetcher::Connect(opening.ucx, offer.ucx().worker_address(), opening.ids.incarnation,
-                                           opening.ids.token, opening.shape.slot, timeout));
-  return ToPlace(opening, std::move(fetcher));
+  return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<Fetcher>> Open(PathKind path, const Opening& opening, absl::Duration timeout) {
-  switch (path) {
-    case PathKind::kPeer:
-      return OpenPeer(opening, timeout);
-    case PathKind::kShared:
-      return OpenShared(opening, timeout);
-    case PathKind::kUcx:
-      break;
-  }
-  return OpenUcx(opening, timeout);
+// Units go to `place`: the host, or the worker's own.
+absl::StatusOr<std::unique_ptr<UcxFetcher>> ConnectUcx(const Opening& opening, const MemoryPlace& place,
+                                                       absl::Duration timeout) {
+  return UcxFetcher::Connect(opening.ucx, opening.offer.ucx().worker_address(), opening.ids.incarnation, opening.ids.token,
+                             opening.shape.slot, timeout, place);
 }
 
 // The canary's units in `buffer`, in order, are those that `incarnation` determines.
@@ -241,6 +238,77 @@ absl::Status ProveByCanary(Fetcher& fetcher, const Opening& opening, absl::Durat
   return absl::OkStatus();
 }
 
+absl::StatusOr<ChosenPath> Prove(PathKind path, const Opening& opening, std::unique_ptr<Fetcher> fetcher,
+                                 absl::Duration timeout) {
+  ChosenPath chosen;
+  chosen.report.path = path;
+  KVD_RETURN_IF_ERROR(ProveByCanary(*fetcher, opening, timeout, chosen.report));
+  chosen.fetcher = std::move(fetcher);
+  return chosen;
+}
+
+// Why UCX cannot bring units from the daemon's GPU memory straight into this worker's; empty: it may.
+std::string WhyNotBetweenGpus(const Opening& opening) {
+  const std::string& host = opening.offer.ucx().gpu_host_id();
+  if (host.empty()) return "the daemon's UCX does not send from GPU memory";
+  if (host != HostId()) return "the daemon is on another host";
+  if (!opening.ucx->has_gpu_memory()) return absl::StrCat("UCX ", UcxWorker::Version(), " has no CUDA in this process");
+  return "";
+}
+
+// The ucx path between the GPU memories.
+absl::StatusOr<ChosenPath> OpenBetweenGpus(const Opening& opening, absl::Duration timeout) {
+  KVD_ASSIGN_OR_RETURN(std::unique_ptr<UcxFetcher> fetcher, ConnectUcx(opening, opening.place, timeout));
+  const UcxFetcher& ucx = *fetcher;
+  KVD_ASSIGN_OR_RETURN(std::unique_ptr<Fetcher> staged, ToPlace(opening, std::move(fetcher)));
+  KVD_ASSIGN_OR_RETURN(ChosenPath chosen, Prove(PathKind::kUcx, opening, std::move(staged), timeout));
+  if (ucx.num_gpu_pieces() == 0) return absl::ResourceExhaustedError("the daemon had no GPU memory free to send from");
+  return chosen;
+}
+
+// To a GPU, what is better depends on what UCX finds between the two processes (cuda_ipc, or TCP with copies of its own,
+// which collapses with large pieces), and it does not say which: the canary tells.
+absl::StatusOr<ChosenPath> OpenUcx(const Opening& opening, absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  KVD_RETURN_IF_ERROR(CheckUcx(opening));
+  KVD_ASSIGN_OR_RETURN(std::unique_ptr<Fetcher> fetcher, ConnectUcx(opening, {}, timeout));
+  KVD_ASSIGN_OR_RETURN(fetcher, ToPlace(opening, std::move(fetcher)));
+  KVD_ASSIGN_OR_RETURN(ChosenPath staged, Prove(PathKind::kUcx, opening, std::move(fetcher), deadline - absl::Now()));
+  if (!opening.place.on_gpu()) return staged;
+  const auto rate = [](const ChosenPath& path) {
+    return absl::StrFormat("%.2f GB/s", path.report.canary_bytes_per_second / 1e9);
+  };
+  const std::string why_not = WhyNotBetweenGpus(opening);
+  if (!why_not.empty()) {
+    staged.report.memory = absl::StrCat("through pinned memory: ", why_not);
+    return staged;
+  }
+  auto straight = OpenBetweenGpus(opening, std::min(deadline - absl::Now(), kBetweenGpusLimit));
+  if (absl::IsDataLoss(straight.status())) return straight;
+  if (!straight.ok()) {
+    // It may have cost the connection: the next session of this process does not try it again.
+    if (!absl::IsResourceExhausted(straight.status())) opening.ucx->LeaveGpuMemory();
+    staged.report.memory =
+        absl::StrCat("through pinned memory: between GPU memories: ", absl::string_view(straight.status().message()));
+    return staged;
+  }
+  const std::string rates =
+      absl::StrCat("the canary came at ", rate(staged), " through pinned memory, ", rate(*straight), " between GPU memories");
+  const bool slower = straight->report.canary_seconds > kClearlySlower * staged.report.canary_seconds;
+  ChosenPath& better = slower ? staged : *straight;
+  better.report.memory = absl::StrCat(slower ? "through pinned memory: " : "between GPU memories: ", rates);
+  return std::move(better);
+}
+
+// A path that works, and its proof.
+absl::StatusOr<ChosenPath> Open(PathKind path, const Opening& opening, absl::Duration timeout) {
+  if (path == PathKind::kUcx) return OpenUcx(opening, timeout);
+  const absl::Time deadline = absl::Now() + timeout;
+  KVD_ASSIGN_OR_RETURN(std::unique_ptr<Fetcher> fetcher,
+                       path == PathKind::kPeer ? OpenPeer(opening, timeout) : OpenShared(opening, timeout));
+  return Prove(path, opening, std::move(fetcher), deadline - absl::Now());
+}
+
 // Why the options leave a path out; ok if they do not. Paths go from the best to the slowest.
 absl::Status Allowed(PathKind path, const PathOptions& options) {
   if (options.required.has_value() && static_cast<int>(path) > static_cast<int>(*options.required))
@@ -294,31 +362,29 @@ absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, c
   }
   const absl::Time deadline = absl::Now() + options.timeout;
   const Opening opening = {offer, ids, shape, options.gpu >= 0 ? OnGpu(options.gpu) : MemoryPlace{}, ucx};
-  ChosenPath chosen;
+  std::vector<std::string> rejected;
+  std::vector<std::pair<PathKind, PathRefusal>> refusals;
   for (const PathKind path : {PathKind::kPeer, PathKind::kShared, PathKind::kUcx}) {
     absl::Status status = Allowed(path, options);
     if (status.ok()) {
       auto opened = Open(path, opening, deadline - absl::Now());
       status = opened.status();
-      if (opened.ok()) {
-        status = ProveByCanary(**opened, opening, deadline - absl::Now(), chosen.report);
-        if (absl::IsDataLoss(status)) return Annotate(status, PathName(path));
-      }
+      if (absl::IsDataLoss(status)) return Annotate(status, PathName(path));
       if (status.ok()) {
-        chosen.fetcher = *std::move(opened);
-        chosen.report.path = path;
-        return chosen;
+        opened->report.rejected = std::move(rejected);
+        opened->report.refusals = std::move(refusals);
+        return opened;
       }
     }
-    chosen.report.rejected.push_back(absl::StrCat(PathName(path), ": ", absl::string_view(status.message())));
-    chosen.report.refusals.emplace_back(path, ReasonOf(status));
+    rejected.push_back(absl::StrCat(PathName(path), ": ", absl::string_view(status.message())));
+    refusals.emplace_back(path, ReasonOf(status));
   }
   return absl::FailedPreconditionError(
       absl::StrCat("no path to the daemon works",
                    options.required.has_value()
                        ? absl::StrCat(" that is at least '", PathName(*options.required), "'")
                        : "",
-                   ": ", absl::StrJoin(chosen.report.rejected, "; ")));
+                   ": ", absl::StrJoin(rejected, "; ")));
 }
 
 }  // namespace kvd

@@ -38,6 +38,8 @@ absl::string_view PathRefusalName(PathRefusal reason);  // "host_memory", ...
 
 struct PathReport {
   PathKind path;
+  // Of ucx to a worker with a GPU: through which memory, and why or how much faster that is; else empty.
+  std::string memory;
   double canary_bytes_per_second = 0;
   double canary_seconds = 0;
   std::vector<std::string> rejected;  // "shared: <why not>" for each better path that is not used
@@ -60,7 +62,8 @@ struct PathOptions {
 };
 
 // Tries peer, then shared, then ucx (`ucx` null: no UCX in this process), each proved by a fetch of the canary slot to
-// where the worker's units go; to a GPU, shared and ucx go through staging memory. A peer path that is slower than
+// where the worker's units go; to a GPU, shared goes through staging memory, and ucx too unless it can go between the GPU
+// memories and its canary is then not clearly slower. A peer path that is slower than
 // kPeerFloor is refused: something else than NVLink or PCIe carries it. Blocking: up to the timeout. Errors:
 // kFailedPrecondition if no allowed path works, with every reason; kDataLoss if a path delivered wrong canary bytes.
 absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, const ArenaShape& shape,

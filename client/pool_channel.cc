@@ -195,7 +195,8 @@ absl::StatusOr<std::shared_ptr<Attachment>> PoolChannel::Accept(locks_kvd::v1::A
   }
   attachment->reply = std::move(reply);
   Emit(ClientEvent::Kind::kPathChosen,
-       absl::StrCat(PathName(attachment->path.path), ", canary ",
+       absl::StrCat(PathName(attachment->path.path), attachment->path.memory.empty() ? "" : ", ",
+                    attachment->path.memory, ", canary ",
                     static_cast<int64_t>(attachment->path.canary_bytes_per_second / 1e6), " MB/s",
                     attachment->path.rejected.empty() ? "" : "; not ",
                     absl::StrJoin(attachment->path.rejected, "; not ")));

@@ -64,6 +64,8 @@ struct StagedFetcher::Impl {
   void Finish(ListSlot& slot, FetchList& list);
   bool Upload(ListSlot& slot, Part& part, const FetchList& list);
   void StoreBatch(RecordList& list, size_t first, size_t count, Clock::time_point deadline);
+  // `inner` brings units where they go.
+  bool units_pass() const { return place.on_gpu() && inner->destination_space() == place.space; }
 
   const std::unique_ptr<Fetcher> inner;
   const ArenaShape shape;
@@ -119,7 +121,7 @@ absl::StatusOr<std::unique_ptr<StagedFetcher>> StagedFetcher::Make(std::unique_p
 #if KVD_CUDA
   const GpuScope scope(place.gpu);
   KVD_RETURN_IF_ERROR(GpuStatus(scope.error(), "staged fetcher"));
-  KVD_RETURN_IF_ERROR(impl.MakeSlots());
+  if (!impl.units_pass()) KVD_RETURN_IF_ERROR(impl.MakeSlots());
   const size_t record_bytes = shape.slot.summary_bytes();
   KVD_ASSIGN_OR_RETURN(impl.record_staging, PlacedBytes::MakePinned(std::max(kRecordBytes, record_bytes), "records"));
   KVD_ASSIGN_OR_RETURN(impl.loader, RecordLoader::Make(place.gpu, shape.slot));
@@ -205,6 +207,7 @@ void StagedFetcher::Impl::Finish(ListSlot& slot, FetchList& list) {
 }
 
 void StagedFetcher::Start(FetchList& list) {
+  if (impl_->units_pass()) return impl_->inner->Start(list);
   BeginList(list);
   if (list.entries.empty()) return;
   if (!AllInRange(list, impl_->shape)) {
@@ -215,6 +218,7 @@ void StagedFetcher::Start(FetchList& list) {
 }
 
 void StagedFetcher::Wait(FetchList& list) {
+  if (impl_->units_pass()) return impl_->inner->Wait(list);
   ListSlot* slot = impl_->free_slots.TakeBack(
       list, [&](ListSlot& free, Clock::time_point deadline) { impl_->Begin(free, list, deadline); });
   if (slot == nullptr) return;

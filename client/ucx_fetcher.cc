@@ -60,6 +60,7 @@ void UcxFetcher::Impl::Start(FetchList& list, uint8_t flags) {
     list.code = absl::StatusCode::kInvalidArgument;
     return;
   }
+  if (ToGpu(flags)) flags |= kFlagGpuMemory;
   Request* request = Claim();
   if (request == nullptr) {
     list.code = absl::StatusCode::kResourceExhausted;
@@ -107,12 +108,20 @@ void UcxFetcher::Impl::Wait(FetchList& list, uint8_t flags) {
       spin_until = Steady::now() + kSpin;
     }
   }
+  // Bytes of the daemon's GPU memory, which it may use again from the deadline on.
+  const bool late = ToGpu(flags) && list.code == absl::StatusCode::kOk && Steady::now() >= request->deadline;
   Leave(*request);
+  if (late) list.code = absl::StatusCode::kDeadlineExceeded;
+  if (late || (ToGpu(flags) && list.code != absl::StatusCode::kOk)) {
+    std::memset(list.valid, 0, list.entries.size());
+    list.num_valid = 0;
+  }
 }
 
-// Copies what has come to where it belongs. False: the daemon breaks the protocol.
+// Copies what has come to where it belongs. False: the daemon breaks the protocol, or a CUDA error.
 bool UcxFetcher::Impl::TakePieces(Request& request, FetchList& list, uint8_t flags, size_t& left) {
   Piece* piece = request.arrived.exchange(nullptr, std::memory_order_acquire);
+  Piece* taken = nullptr;  // whose units a kernel has still to read
   bool good = true;
   while (piece != nullptr) {
     Piece* next = piece->next;
@@ -124,11 +133,29 @@ bool UcxFetcher::Impl::TakePieces(Request& request, FetchList& list, uint8_t fla
     } else {
       good = false;
     }
-    piece->next = nullptr;
-    GiveBack(piece);
+    if (ToGpu(flags)) {
+      piece->next = std::exchange(taken, piece);
+    } else {
+      piece->next = nullptr;
+      GiveBack(piece);
+    }
     piece = next;
   }
+  if (taken != nullptr) {
+    good = Scatter(request) && good;
+    GiveBack(taken);
+  }
   return good;
+}
+
+bool UcxFetcher::Impl::Scatter(Request& request) {
+#if KVD_CUDA
+  if (request.scatter->Run()) return true;
+#else
+  (void)request;
+#endif
+  broken_.store(true, std::memory_order_relaxed);
+  return false;
 }
 
 bool UcxFetcher::Impl::TakePiece(Request& request, const Piece& piece, FetchList& list, uint8_t flags) {
@@ -136,20 +163,39 @@ bool UcxFetcher::Impl::TakePiece(Request& request, const Piece& piece, FetchList
   const size_t count = piece.header.count;
   const size_t item_bytes = ItemBytes(flags);
   if (count == 0 || count > list.entries.size() || first > list.entries.size() - count) return false;
-  if (piece.size != BitmapBytes(count) + count * item_bytes) return false;
-  const uint8_t* bitmap = piece.bytes.data();
-  const uint8_t* item = bitmap + BitmapBytes(count);
+  const size_t bitmap_bytes = piece.gpu != nullptr ? 0 : BitmapBytes(count);
+  if (piece.size != bitmap_bytes + count * item_bytes) return false;
+  if (piece.gpu != nullptr && !ToGpu(flags)) return false;
+  const uint8_t* bitmap = piece.data();
+  uint8_t* item = piece.data() + bitmap_bytes;
   for (size_t i = 0; i < count; ++i, item += item_bytes) {
     if (request.covered[first + i]) return false;  // answered twice
     request.covered[first + i] = true;
-    if ((bitmap[i / 8] >> (i % 8) & 1) != 0) {
+    const bool valid = piece.gpu != nullptr || (bitmap[i / 8] >> (i % 8) & 1) != 0;
+    if (ToGpu(flags)) {
+      TakeUnitToGpu(request, item, valid, list, first + i);
+    } else if (valid) {
       TakeItem(item, list, first + i, flags);
     } else {
       std::memset(list.destinations[first + i], 0, DestinationBytes(flags));
     }
   }
+  if (piece.gpu != nullptr) num_gpu_pieces_.fetch_add(1, std::memory_order_relaxed);
   list.path_bytes += piece.size;
   return true;
+}
+
+// `item` is in GPU memory, or else in pinned memory of this fetcher.
+void UcxFetcher::Impl::TakeUnitToGpu(Request& request, uint8_t* item, bool valid, FetchList& list, size_t entry) const {
+  if (!valid) std::memset(item, 0, slot_.unit_bytes);
+#if KVD_CUDA
+  request.scatter->Add(item, list.destinations[entry]);
+#else
+  (void)request;
+#endif
+  if (!valid) return;
+  list.valid[entry] = 1;
+  ++list.num_valid;
 }
 
 void UcxFetcher::Impl::TakeItem(const uint8_t* item, FetchList& list, size_t entry, uint8_t flags) const {
@@ -202,8 +248,13 @@ absl::StatusOr<std::unique_ptr<UcxFetcher>> UcxFetcher::Connect(UcxWorker* worke
                                                                 const Incarnation& incarnation,
                                                                 const SessionToken& session,
                                                                 const SlotLayout& slot,
-                                                                absl::Duration timeout) {
-  auto impl = std::make_shared<Impl>(slot);
+                                                                absl::Duration timeout,
+                                                                const MemoryPlace& place) {
+  if (place.on_gpu() && !worker->has_gpu_memory()) {
+    return absl::FailedPreconditionError("UCX: messages into GPU memory are wanted, and it has no CUDA here");
+  }
+  auto impl = std::make_shared<Impl>(slot, place);
+  if (place.on_gpu()) KVD_RETURN_IF_ERROR(impl->MakeGpuPieces());
   KVD_ASSIGN_OR_RETURN(impl->link_, UcxLink::Connect(worker, remote_address, incarnation, session,
                                                      impl.get(), timeout));
   worker->AddPoller(impl.get());
@@ -234,9 +285,11 @@ UcxFetcher::~UcxFetcher() {
 
 void UcxFetcher::Start(FetchList& list) { impl_->Start(list, 0); }
 void UcxFetcher::Wait(FetchList& list) { impl_->Wait(list, 0); }
-bool UcxFetcher::failed() const { return impl_->link_->failed(); }
+bool UcxFetcher::failed() const { return impl_->broken_.load(std::memory_order_relaxed) || impl_->link_->failed(); }
+MemorySpace UcxFetcher::destination_space() const { return impl_->place().space; }
 void UcxFetcher::Shutdown() { impl_->Shutdown(); }
 uint64_t UcxFetcher::num_dropped_pieces() const { return impl_->num_dropped_.load(std::memory_order_relaxed); }
+uint64_t UcxFetcher::num_gpu_pieces() const { return impl_->num_gpu_pieces_.load(std::memory_order_relaxed); }
 
 void UcxFetcher::FetchSummaries(FetchList& list) {
   const auto deadline = Steady::now() + absl::ToChronoNanoseconds(list.deadline);

@@ -17,12 +17,18 @@
 #include "client/ucx_fetcher.h"
 #include "proto/staging.h"
 #include "proto/ucx_link.h"
+#if KVD_CUDA
+#include "client/unit_scatter.h"
+#endif
 
 namespace kvd {
 
 class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxTask {
  public:
-  explicit Impl(const SlotLayout& slot);
+  Impl(const SlotLayout& slot, const MemoryPlace& place);
+  ~Impl() override;
+  // For a place on a GPU: its memory of pieces.
+  absl::Status MakeGpuPieces();
 
   void Start(FetchList& list, uint8_t flags);
   void Wait(FetchList& list, uint8_t flags);
@@ -35,9 +41,12 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   void DropHeld() { held_.clear(); }
 
   size_t summary_bytes() const { return slot_.summary_bytes(); }
+  const MemoryPlace& place() const { return place_; }
 
   std::unique_ptr<UcxLink> link_;
   std::atomic<uint64_t> num_dropped_{0};
+  std::atomic<uint64_t> num_gpu_pieces_{0};
+  std::atomic<bool> broken_{false};  // a CUDA error: only another process helps
 
  private:
   static constexpr int kListBits = 3;
@@ -49,6 +58,8 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
     MessageHeader header;
     size_t size = 0;
     StagingBuffer bytes;
+    uint8_t* gpu = nullptr;  // kMaxPieceBytes of GPU memory, instead of `bytes`
+    uint8_t* data() const { return gpu != nullptr ? gpu : bytes.data(); }
     void OnReceived(bool ok) override { impl->OnPiece(*this, ok); }
   };
   static Piece* Closed() { return reinterpret_cast<Piece*>(uintptr_t{1}); }
@@ -62,6 +73,9 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
     std::atomic<uint64_t> number{0};  // upper bits count up, lower kListBits are the index
     std::unique_ptr<FetchEntry[]> entries;
     std::vector<bool> covered;  // of the caller: entries that were answered
+#if KVD_CUDA
+    std::unique_ptr<UnitScatter> scatter;  // of the caller; null unless units go to a GPU
+#endif
     std::chrono::steady_clock::time_point deadline;
     // Pieces that came, newest first; Closed() once the caller has left.
     std::atomic<Piece*> arrived{Closed()};
@@ -85,6 +99,8 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
     return (flags & kFlagSummaries) != 0 ? sizeof(PageHeader) + slot_.summary_bytes() : slot_.unit_bytes;
   }
 
+  bool ToGpu(uint8_t flags) const { return place_.on_gpu() && (flags & kFlagSummaries) == 0; }
+
   size_t DestinationBytes(uint8_t flags) const {
     return (flags & kFlagSummaries) != 0 ? slot_.summary_bytes() : slot_.unit_bytes;
   }
@@ -94,6 +110,8 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   bool TakePieces(Request& request, FetchList& list, uint8_t flags, size_t& left);
   bool TakePiece(Request& request, const Piece& piece, FetchList& list, uint8_t flags);
   void TakeItem(const uint8_t* item, FetchList& list, size_t entry, uint8_t flags) const;
+  void TakeUnitToGpu(Request& request, uint8_t* item, bool valid, FetchList& list, size_t entry) const;
+  bool Scatter(Request& request);
   void GiveBack(Piece* first);
   void Leave(Request& request);
 
@@ -103,9 +121,11 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   void ReceiveInto(Piece& piece, const MessageHeader& header, UcxPayload& payload);
   void OnPiece(Piece& piece, bool ok);
   Piece* MakePiece();
-  Piece* TakeFreePiece();
+  Piece* TakeFreePiece(bool gpu);
 
   const SlotLayout slot_;
+  const MemoryPlace place_;
+  uint8_t* gpu_memory_ = nullptr;  // of the GPU pieces
   std::atomic<bool> lost_{false};
   std::atomic<uint64_t> sequence_{0};
   Request requests_[kMaxLists];
@@ -115,6 +135,7 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   std::atomic<bool> room_task_queued_{false};
   std::vector<std::unique_ptr<Piece>> pieces_;
   std::vector<Piece*> free_pieces_;
+  std::vector<Piece*> free_gpu_pieces_;
   struct Held {
     MessageHeader header;
     UcxPayload payload;

@@ -8,7 +8,10 @@
 #include <climits>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/ucx_fetcher_impl.h"
+#include "proto/gpu_memory.h"
+#include "proto/status.h"
 
 namespace kvd {
 namespace {
@@ -42,15 +45,36 @@ void FutexWake(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-UcxFetcher::Impl::Impl(const SlotLayout& slot) : slot_(slot) {
+UcxFetcher::Impl::Impl(const SlotLayout& slot, const MemoryPlace& place) : slot_(slot), place_(place) {
   for (int i = 0; i < kMaxLists; ++i) {
     requests_[i].impl = this;
     requests_[i].index = static_cast<uint64_t>(i);
     requests_[i].entries.reset(new FetchEntry[kMaxUnits]);
     requests_[i].covered.resize(kMaxUnits);
   }
-  for (size_t i = 0; i < kFirstPieces; ++i) MakePiece()->bytes.Reserve(kUsualPieceBytes);
+  for (size_t i = 0; i < kFirstPieces; ++i) MakePiece()->bytes.Reserve(kUsualPieceBytes, place_);
   for (auto& piece : pieces_) free_pieces_.push_back(piece.get());
+}
+
+UcxFetcher::Impl::~Impl() { FreeExportable(place_.gpu, gpu_memory_); }
+
+absl::Status UcxFetcher::Impl::MakeGpuPieces() {
+  gpu_memory_ = AllocateExportable(place_.gpu, kGpuPieces * kMaxPieceBytes);
+  if (gpu_memory_ == nullptr) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("GPU ", place_.gpu, ": no room for ", kGpuPieces * kMaxPieceBytes, " bytes of pieces"));
+  }
+  for (size_t i = 0; i < kGpuPieces; ++i) {
+    Piece* piece = MakePiece();
+    piece->gpu = gpu_memory_ + i * kMaxPieceBytes;
+    free_gpu_pieces_.push_back(piece);
+  }
+#if KVD_CUDA
+  for (Request& request : requests_) {
+    KVD_ASSIGN_OR_RETURN(request.scatter, UnitScatter::Make(place_.gpu, slot_.unit_bytes));
+  }
+#endif
+  return absl::OkStatus();
 }
 
 void UcxFetcher::Impl::Request::Wake() {
@@ -69,19 +93,20 @@ UcxFetcher::Impl::Piece* UcxFetcher::Impl::MakePiece() {
   return pieces_.back().get();
 }
 
-UcxFetcher::Impl::Piece* UcxFetcher::Impl::TakeFreePiece() {
-  if (free_pieces_.empty()) {
+UcxFetcher::Impl::Piece* UcxFetcher::Impl::TakeFreePiece(bool gpu) {
+  std::vector<Piece*>& free = gpu ? free_gpu_pieces_ : free_pieces_;
+  if (free.empty()) {
     for (Piece* piece = returned_.exchange(nullptr, std::memory_order_acquire); piece != nullptr;
          piece = piece->next) {
-      free_pieces_.push_back(piece);
+      (piece->gpu != nullptr ? free_gpu_pieces_ : free_pieces_).push_back(piece);
     }
   }
-  if (!free_pieces_.empty()) {
-    Piece* piece = free_pieces_.back();
-    free_pieces_.pop_back();
+  if (!free.empty()) {
+    Piece* piece = free.back();
+    free.pop_back();
     return piece;
   }
-  return pieces_.size() < kMaxPieces ? MakePiece() : nullptr;
+  return !gpu && pieces_.size() < kMaxPieces ? MakePiece() : nullptr;
 }
 
 void UcxFetcher::Impl::OnMessage(const MessageHeader& header, UcxPayload& payload) {
@@ -95,12 +120,14 @@ void UcxFetcher::Impl::OnMessage(const MessageHeader& header, UcxPayload& payloa
     return;
   }
   if (header.status != WireStatus::kOk) return request.Fail(number, CodeOf(header.status));
-  if (payload.bytes() < BitmapBytes(1)) return request.Fail(number, absl::StatusCode::kInternal);
+  const bool gpu = (header.flags & kFlagGpuMemory) != 0;
+  const bool fits = gpu ? gpu_memory_ != nullptr && payload.bytes() <= kMaxPieceBytes : payload.bytes() >= BitmapBytes(1);
+  if (!fits) return request.Fail(number, absl::StatusCode::kInternal);
   Receive(header, payload);
 }
 
 void UcxFetcher::Impl::Receive(const MessageHeader& header, UcxPayload& payload) {
-  Piece* piece = held_.empty() ? TakeFreePiece() : nullptr;
+  Piece* piece = held_.empty() ? TakeFreePiece((header.flags & kFlagGpuMemory) != 0) : nullptr;
   if (piece == nullptr) {
     held_.push_back({header, payload.Hold()});
     room_wanted_.store(true);
@@ -115,14 +142,15 @@ void UcxFetcher::Impl::ReceiveInto(Piece& piece, const MessageHeader& header, Uc
   piece.header = header;
   piece.size = payload.bytes();
   ++num_receiving_;
-  uint8_t* buffer = piece.bytes.Reserve(piece.size);
+  if (piece.gpu != nullptr) return payload.ReceiveInto(piece.gpu, piece, MemorySpace::kGpu);
+  uint8_t* buffer = piece.bytes.Reserve(piece.size, place_);
   payload.ReceiveInto(buffer, piece);
 }
 
 void UcxFetcher::Impl::RunOnProgressThread() {
   room_task_queued_.store(false);
   while (!held_.empty()) {
-    Piece* piece = TakeFreePiece();
+    Piece* piece = TakeFreePiece((held_.front().header.flags & kFlagGpuMemory) != 0);
     if (piece == nullptr) return;
     Held next = std::move(held_.front());
     held_.pop_front();
@@ -147,7 +175,12 @@ void UcxFetcher::Impl::OnPiece(Piece& piece, bool ok) {
   }
   if (!ok) request.Fail(number, absl::StatusCode::kUnavailable);
   num_dropped_.fetch_add(1, std::memory_order_relaxed);
-  free_pieces_.push_back(&piece);
+  if (piece.gpu == nullptr) {
+    free_pieces_.push_back(&piece);
+  } else if (ok) {
+    free_gpu_pieces_.push_back(&piece);
+  }
+  // Else a copy into it may still be under way: it is not used again (the connection has failed, and the fetcher with it).
 }
 
 // The only news that comes without a message: the endpoint has failed.

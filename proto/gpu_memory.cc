@@ -178,6 +178,14 @@ absl::StatusOr<std::string> GpuUuid(int gpu) {
   return absl::BytesToHexString(absl::string_view(properties.uuid.bytes, sizeof(properties.uuid.bytes)));
 }
 
+absl::Status MakeGpuCurrent(int gpu) {
+  KVD_RETURN_IF_ERROR(CheckGpu(gpu));
+  cudaError_t error = cudaSetDevice(gpu);
+  if (error == cudaSuccess) error = cudaFree(nullptr);  // the context is made here, not by whoever needs it first
+  if (error != cudaSuccess) return Failed("cannot be used", gpu, error);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Make(int gpu, size_t bytes) {
   KVD_RETURN_IF_ERROR(CheckGpu(gpu));
   const CurrentGpu current(gpu);
@@ -284,6 +292,24 @@ void FreePinned(int gpu, uint8_t* data) {
   (void)cudaFreeHost(data);
 }
 
+uint8_t* AllocateExportable(int gpu, size_t bytes) {
+  if (!CheckGpu(gpu).ok()) return nullptr;
+  const CurrentGpu current(gpu);
+  void* data = nullptr;
+  if (current.error() == cudaSuccess && cudaMalloc(&data, GpuRounded(bytes)) == cudaSuccess) {
+    return static_cast<uint8_t*>(data);
+  }
+  (void)cudaGetLastError();
+  return nullptr;
+}
+
+void FreeExportable(int gpu, uint8_t* data) {
+  if (data == nullptr) return;
+  const CurrentGpu current(gpu);
+  (void)cudaDeviceSynchronize();
+  (void)cudaFree(data);
+}
+
 #else  // !KVD_CUDA
 
 namespace {
@@ -297,12 +323,15 @@ absl::Status WithoutCuda() {
 int NumGpus() { return 0; }
 absl::Status CheckGpu(int) { return WithoutCuda(); }
 absl::StatusOr<std::string> GpuUuid(int) { return WithoutCuda(); }
+absl::Status MakeGpuCurrent(int) { return WithoutCuda(); }
 absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Make(int, size_t) { return WithoutCuda(); }
 absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::MapReadOnly(int, int, size_t) { return WithoutCuda(); }
 absl::Status GpuMemory::MapHandle(uint64_t, bool) { return WithoutCuda(); }
 GpuMemory::~GpuMemory() = default;
 uint8_t* AllocatePinned(int, size_t) { return nullptr; }
 void FreePinned(int, uint8_t*) {}
+uint8_t* AllocateExportable(int, size_t) { return nullptr; }
+void FreeExportable(int, uint8_t*) {}
 
 #endif  // KVD_CUDA
 

@@ -41,6 +41,9 @@ absl::Status CheckGpu(int gpu);
 // such GPU.
 absl::StatusOr<std::string> GpuUuid(int gpu);
 
+// Makes `gpu`, and its primary context, the calling thread's: for threads of ours that go on to use no other.
+absl::Status MakeGpuCurrent(int gpu);
+
 class GpuMemory {
  public:
   // GpuRounded(bytes) bytes on `gpu`, zeroed, mapped there for reading and writing, with a descriptor to hand out.
@@ -79,6 +82,12 @@ class GpuMemory {
 // with the same `gpu`: neither makes a context on another one.
 uint8_t* AllocatePinned(int gpu, size_t bytes);
 void FreePinned(int gpu, uint8_t* data);
+
+// Memory of `gpu` that UCX may open to another process of this host (cuda_ipc), as pieces on their way need: whole granules, so
+// that nothing else is in what that process maps, which it maps writable. Null if it cannot be had. Freeing waits for what the
+// GPU still does with it.
+uint8_t* AllocateExportable(int gpu, size_t bytes);
+void FreeExportable(int gpu, uint8_t* data);
 
 }  // namespace kvd
 

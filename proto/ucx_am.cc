@@ -84,10 +84,15 @@ void UcxState::OnSendDone(void* request, ucs_status_t status, void* user) {
 
 void UcxState::OnReceiveDone(void* request, ucs_status_t status, size_t, void* user) {
   ucp_request_free(request);
-  static_cast<UcxReceive*>(user)->OnReceived(status == UCS_OK);
+  Finish(*static_cast<UcxReceive*>(user), status == UCS_OK);
 }
 
-void UcxState::Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload) {
+void UcxState::Finish(UcxReceive& receive, bool ok) {
+  if (UcxState* state = std::exchange(receive.into_gpu_, nullptr); state != nullptr) --state->num_gpu_receives;
+  receive.OnReceived(ok);
+}
+
+void UcxState::Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload, MemorySpace space) {
   message.endpoint_ = endpoint;
   ++endpoint->in_flight;
   if (endpoint->failed) return Finish(message, false);
@@ -97,6 +102,12 @@ void UcxState::Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uin
   params.cb.send = OnSendDone;
   params.user_data = &message;
   params.memory_type = UCS_MEMORY_TYPE_HOST;
+  if (space == MemorySpace::kGpu) {
+    // Never through UCX's own host memory: the receiver reads it from where it is.
+    params.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+    params.flags = UCP_AM_SEND_FLAG_RNDV;
+    params.memory_type = UCS_MEMORY_TYPE_CUDA;
+  }
   void* request =
       ucp_am_send_nbx(endpoint->ep, static_cast<unsigned>(message.header.type), &message.header,
                       sizeof(message.header), payload.data(), payload.size(), &params);
@@ -123,8 +134,10 @@ void UcxPayload::Drop() {
   if (descriptor_ != nullptr) ucp_am_data_release(state_->worker, std::exchange(descriptor_, nullptr));
 }
 
-void UcxPayload::ReceiveInto(uint8_t* buffer, UcxReceive& receive) {
+void UcxPayload::ReceiveInto(uint8_t* buffer, UcxReceive& receive, MemorySpace space) {
+  const bool to_gpu = space == MemorySpace::kGpu;
   if (descriptor_ == nullptr) {
+    if (to_gpu) return receive.OnReceived(false);
     if (bytes_ > 0) std::memcpy(buffer, data_ != nullptr ? data_ : copy_.data(), bytes_);
     return receive.OnReceived(true);
   }
@@ -133,10 +146,14 @@ void UcxPayload::ReceiveInto(uint8_t* buffer, UcxReceive& receive) {
                         UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   params.cb.recv_am = UcxState::OnReceiveDone;
   params.user_data = &receive;
-  params.memory_type = UCS_MEMORY_TYPE_HOST;
+  params.memory_type = to_gpu ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;
+  if (to_gpu) {
+    receive.into_gpu_ = state_;
+    ++state_->num_gpu_receives;
+  }
   void* descriptor = std::exchange(descriptor_, nullptr);
   void* request = ucp_am_recv_data_nbx(state_->worker, descriptor, buffer, bytes_, &params);
-  if (!UCS_PTR_IS_PTR(request)) receive.OnReceived(request == nullptr);
+  if (!UCS_PTR_IS_PTR(request)) UcxState::Finish(receive, request == nullptr);
 }
 
 UcxPayload UcxPayload::Hold() {

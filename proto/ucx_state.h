@@ -37,6 +37,7 @@ struct UcxState {
   ~UcxState();
 
   absl::Status Start();
+  absl::Status StartUcx();
   absl::StatusOr<std::string> PackedAddress() const;
 
   // --- the thread (ucx_worker.cc) ---
@@ -57,7 +58,9 @@ struct UcxState {
   static void OnSendDone(void* request, ucs_status_t status, void* user);
   static void OnReceiveDone(void* request, ucs_status_t status, size_t bytes, void* user);
   static void Finish(UcxSend& message, bool ok);
-  void Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload);
+  static void Finish(UcxReceive& receive, bool ok);
+  void Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload,
+            MemorySpace space = MemorySpace::kHost);
 
   // --- endpoints (ucx_endpoint.cc) ---
   static std::string SealAddress(const void* address, size_t bytes);
@@ -74,6 +77,9 @@ struct UcxState {
   ucp_worker_h worker = nullptr;
   int event_fd = -1;
   std::thread thread;
+  std::atomic<bool> gpu_memory{false};  // UcxWorker::has_gpu_memory; any thread
+  // Copies between GPUs end without an event: the thread does not sleep meanwhile.
+  int num_gpu_receives = 0;
 
   std::atomic<UcxTask*> tasks{nullptr};    // any thread: a stack that the progress thread empties at once
   std::atomic<bool> sleeping{false};       // any thread

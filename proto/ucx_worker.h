@@ -24,6 +24,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "kernels/memory_space.h"
 #include "proto/metrics_text.h"
 #include "proto/wire.h"
 
@@ -35,7 +36,8 @@ struct UcxState;  // proto/ucx_state.h
 struct UcxOptions {
   // UCX device names, comma separated ("lo", "eth0", "mlx5_0:1"). Empty: UCX's choice.
   std::string devices;
-  // UCX transports, comma separated. Empty: those of the network, never another process's memory.
+  // UCX transports, comma separated. Empty: those of the network, never another process's host memory; with `gpu`, what
+  // carries messages between GPU memories too, where this UCX has it.
   std::string transports;
   // TCP ports to listen on, "first-last". Empty: any.
   std::string port_range;
@@ -44,6 +46,9 @@ struct UcxOptions {
   bool read_from_sender = false;
   // How long the thread spins after its last work before it sleeps.
   absl::Duration spin = absl::Microseconds(100);
+  // GPU whose memory messages may come from and go to, if this UCX has CUDA; -1: host memory alone. Between GPU memories
+  // UCX reads or writes as it likes (1.22 writes, whatever `read_from_sender` says).
+  int gpu = -1;
 };
 
 // Work for the progress thread. Made by its owner, posted as often as needed but never while it is still
@@ -74,9 +79,15 @@ class UcxSend {
 // A payload on its way in. The buffer and this object live until OnReceived.
 class UcxReceive {
  public:
-  // Progress thread. False: the peer is gone and the bytes are not to be used.
+  // Progress thread. False: the peer is gone and the bytes are not to be used. If the buffer is GPU memory they may still be
+  // on their way then: it must not be used for anything else.
   virtual void OnReceived(bool ok) = 0;
   virtual ~UcxReceive() = default;
+
+ private:
+  friend struct UcxState;
+  friend class UcxPayload;
+  UcxState* into_gpu_ = nullptr;  // while the buffer is GPU memory and the bytes are on their way
 };
 
 // A payload that has been announced or has come, whose header was seen. Progress thread.
@@ -89,8 +100,9 @@ class UcxPayload {
   ~UcxPayload();
 
   size_t bytes() const { return bytes_; }
-  // Starts receiving all bytes() bytes into `buffer`; OnReceived may run before this returns.
-  void ReceiveInto(uint8_t* buffer, UcxReceive& receive);
+  // Starts receiving all bytes() bytes into `buffer`; OnReceived may run before this returns. Into GPU memory only what was
+  // sent from there: else OnReceived(false).
+  void ReceiveInto(uint8_t* buffer, UcxReceive& receive, MemorySpace space = MemorySpace::kHost);
   // Keeps it beyond the call of OnMessage, to be received when there is room. The sender waits meanwhile.
   UcxPayload Hold();
 
@@ -136,6 +148,11 @@ class UcxWorker {
   static std::string Version();
   // Transports in use, for people.
   const std::string& transports() const { return transports_; }
+  // True if messages may travel between memory of UcxOptions::gpu and that of another such worker on this host: this UCX has
+  // cuda_ipc, and UCX found it fit for the GPU.
+  bool has_gpu_memory() const;
+  // From now on it says no: what UCX offers there does not work. Messages on their way go on.
+  void LeaveGpuMemory();
   // Turns of the progress thread that took over a millisecond.
   const LatencyHistogram& stalls() const;
   // Messages that were not even a header of ours.
@@ -170,8 +187,10 @@ class UcxWorker {
   // What a HELLO sent on it says after its channel.
   static uint64_t Connection(const UcxEndpoint* endpoint);
   // Progress thread. Sends message.header and `payload`, which must live until OnSent. OnSent may run
-  // before this returns.
-  void Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload);
+  // before this returns. `space`: where the payload is; kGpu only if has_gpu_memory(). OnSent(false) then does not mean that
+  // nobody reads it any more: it must stay as it is for as long as the peer could believe what it gets.
+  void Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload,
+            MemorySpace space = MemorySpace::kHost);
 
   // Of the daemon's end: who may connect. A HELLO with a header that `allow` accepts opens an endpoint to
   // its sender, which FindPeer returns for (session, channel) until it fails. kInvalidArgument: not called.

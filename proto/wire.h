@@ -48,6 +48,9 @@ enum WireFlags : uint8_t {
   // Fetch: each entry asks for a slot's header and all its records. Ingest, from another daemon: each item is all
   // records of a slot.
   kFlagSummaries = 1,
+  // Fetch of units, a wish: pieces may be sent from GPU memory into GPU memory. Reply: this piece is. It has no bitmap then:
+  // its `count` units alone, every one of them valid.
+  kFlagGpuMemory = 2,
 };
 
 // Outcome of a whole request, in the header of a reply or an acknowledgement.

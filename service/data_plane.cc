@@ -111,6 +111,7 @@ absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config,
                                  Slowlog* slowlog) {
   UcxOptions options = UcxOptionsOf(config);
   options.read_from_sender = true;
+  options.gpu = gpu_;
   absl::StatusOr<std::unique_ptr<UcxWorker>> worker = UcxWorker::Make(options);
   if (!worker.ok())
     return Annotate(worker.status(), "data.ucx (set it to false to serve without UCX)");
@@ -166,6 +167,7 @@ PathOffers DataPlane::Offers() const {
     offers.ucx->set_worker_address(worker_->address());
     offers.ucx->set_version(UcxWorker::Version());
     offers.ucx->set_transports(worker_->transports());
+    if (worker_->has_gpu_memory()) offers.ucx->set_gpu_host_id(host_id_);
     offers.report.push_back(absl::StrCat("ucx: yes: ", UcxDescription()));
   }
   return offers;

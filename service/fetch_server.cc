@@ -87,6 +87,7 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
     size_t next = 0;      // first entry that is not sent yet
     uint16_t piece = 0;   // its piece
     uint32_t sending = 0;  // pieces on their way
+    bool from_gpu = false;  // pieces are sent from GPU memory while every unit is there
     FetchEvent event;
 
     void OnReceived(bool ok) override { server->OnEntries(*this, ok); }
@@ -99,6 +100,7 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
     Impl* server = nullptr;
     Job* job = nullptr;
     StagingBuffer bytes;
+    uint8_t* exportable = nullptr;  // of the job's arena, instead of `bytes`
     void OnSent(bool ok) override { server->OnPieceSent(*this, ok); }
   };
   // An answer without units.
@@ -115,6 +117,8 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
   void OnRefusalSent(Refusal& refusal);
   void SendPiece(Job& job, Buffer& buffer);
   size_t GatherPiece(Job& job, size_t count, uint8_t* piece);
+  bool SendFromGpu(Job& job, Buffer& buffer);
+  void SendReply(Job& job, Buffer& buffer, size_t count, std::span<const uint8_t> piece, MemorySpace space);
   void Finish(Job& job, WireStatus status);
   void CutOffSilentPeers();
   bool HasBufferFor(const Job& job) const;
@@ -141,7 +145,7 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
 // kOk if the request may be queued. Nothing in it is trusted; its entries are checked when they are here.
 WireStatus FetchServer::Impl::Check(const MessageHeader& header, size_t payload_bytes,
                                     const SessionHandle& session) const {
-  if ((header.flags & ~kFlagSummaries) != 0 || header.count == 0 || header.piece != 0) {
+  if ((header.flags & ~(kFlagSummaries | kFlagGpuMemory)) != 0 || header.count == 0 || header.piece != 0) {
     return WireStatus::kInvalid;
   }
   if (payload_bytes != size_t{header.count} * sizeof(FetchEntry)) return WireStatus::kInvalid;
@@ -190,6 +194,7 @@ void FetchServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& paylo
   job.next = 0;
   job.piece = 0;
   job.sending = 0;
+  job.from_gpu = header.flags == kFlagGpuMemory && worker_->has_gpu_memory();
   job.event = {};
   job.event.session = job.session.id;
   job.event.units = header.count;
@@ -214,6 +219,7 @@ void FetchServer::Impl::Refuse(UcxEndpoint* peer, const MessageHeader& request, 
   free_refusals_.pop_back();
   refusal.header = request;
   refusal.header.type = MessageType::kFetchReply;
+  refusal.header.flags = 0;
   refusal.header.status = status;
   refusal.header.count = 0;
   refusal.header.first_entry = 0;
@@ -326,12 +332,43 @@ void FetchServer::Impl::SendPiece(Job& job, Buffer& buffer) {
   const size_t count = std::min(job.entries.size() - job.next, std::max<size_t>(piece_bytes / item_bytes, 1));
   const size_t bytes = BitmapBytes(count) + count * item_bytes;
   if (job.next == 0) job.event.queued = Since(job.arrived);
+  if (job.from_gpu && SendFromGpu(job, buffer)) return;
   uint8_t* piece = buffer.bytes.Reserve(bytes, store.place());
   const size_t num_valid = GatherPiece(job, count, piece);
   job.event.missing_units += static_cast<uint32_t>(count - num_valid);
-  job.event.bytes += bytes;
+  SendReply(job, buffer, count, {piece, bytes}, MemorySpace::kHost);
+}
 
+// A piece of valid units alone, from the arena's GPU memory. False, and nothing is sent: a unit is missing, or there is no
+// memory for it; a piece from host memory can say so.
+bool FetchServer::Impl::SendFromGpu(Job& job, Buffer& buffer) {
+  const PageStore& store = job.session.arena->store();
+  const size_t unit_bytes = job.item_bytes();
+  uint8_t* const piece = store.TakeExportable();
+  if (piece == nullptr) return false;
+  const size_t count = std::min(job.entries.size() - job.next, kMaxPieceBytes / unit_bytes);
+  reads_.clear();
+  for (size_t i = 0; i < count; ++i) {
+    const FetchEntry& entry = job.entries[job.next + i];
+    if (job.allowed[job.next + i] != 0 && entry.generation % 2 == 0) reads_.push_back({entry, piece + i * unit_bytes});
+  }
+  valid_.assign(count, 0);
+  if (reads_.size() == count) store.ReadUnits(reads_, valid_);
+  if (std::find(valid_.begin(), valid_.end(), 0) != valid_.end()) {
+    job.from_gpu = false;
+    store.GiveExportable(piece, Steady::time_point::min());
+    return false;
+  }
+  buffer.exportable = piece;
+  SendReply(job, buffer, count, {piece, count * unit_bytes}, MemorySpace::kGpu);
+  return true;
+}
+
+void FetchServer::Impl::SendReply(Job& job, Buffer& buffer, size_t count, std::span<const uint8_t> piece,
+                                  MemorySpace space) {
+  job.event.bytes += piece.size();
   buffer.header = job.request;
+  buffer.header.flags = space == MemorySpace::kGpu ? uint8_t{kFlagGpuMemory} : static_cast<uint8_t>(job.request.flags & kFlagSummaries);
   buffer.header.type = MessageType::kFetchReply;
   buffer.header.count = static_cast<uint32_t>(count);
   buffer.header.piece = job.piece++;
@@ -340,12 +377,18 @@ void FetchServer::Impl::SendPiece(Job& job, Buffer& buffer) {
   job.next += count;
   ++job.sending;
   if (job.next < job.entries.size()) ready_.Push(job.session.arena->tenant(), &job);
-  worker_->Send(job.peer, buffer, {piece, bytes});
+  worker_->Send(job.peer, buffer, piece, space);
 }
 
 void FetchServer::Impl::OnPieceSent(Buffer& buffer, bool ok) {
   Job& job = *std::exchange(buffer.job, nullptr);
   free_buffers_.push_back(&buffer);
+  if (buffer.exportable != nullptr) {
+    // Whose send failed may still read it: a client believes nothing that came after its deadline, which is no later than
+    // the job's, and only then may other bytes be in there (guarantee G1).
+    job.session.arena->store().GiveExportable(std::exchange(buffer.exportable, nullptr),
+                                              ok ? Steady::time_point::min() : job.deadline + kGrace);
+  }
   if (!ok && job.event.status == WireStatus::kOk) job.event.status = WireStatus::kUnavailable;
   --job.sending;
   const bool queued = job.next < job.entries.size();  // then it is in ready_, which looks at the endpoint

@@ -14,7 +14,10 @@ def parts_of(folder, names):
     for name in names:
         path = folder / name
         if path.exists():
-            yield json.loads(path.read_text())
+            part = json.loads(path.read_text())
+            if name == "cuda_ucx.json":  # the same run with another UCX: what only that one has
+                part["figures"] = [f for f in part["figures"] if "ucx path with CUDA" in f["name"]]
+            yield part
         else:
             print(f"gpu_table: {name}: not run")
 
@@ -64,7 +67,8 @@ def compared(values, peers):
         figures.append(figure("NIXL READ, 512 units", nixl["us"], "us"))
         for shape in ("llama", "hk4"):
             for what in ("gather 512 units, list on the device", "peer path, list of 512 units from the host",
-                         "ucx path to the GPU, list of 512 units"):
+                         "ucx path to the GPU, list of 512 units",
+                         "ucx path with CUDA, cuda_ipc: request, gather, reply, list of 512 units"):
                 ours = values.get(f"{shape}: {what}")
                 if ours:
                     figures.append(figure(f"{shape}: NIXL over {what}", nixl["us"] / ours, "times", 1, nixl["us"] / ours))
@@ -96,7 +100,7 @@ def main(folder):
     failed = []
     for bench, names, compare in (
         ("step_bench", ["step.json"], layers_compared),
-        ("decode_bench", ["llama.json", "hk4.json"], compared),
+        ("decode_bench", ["llama.json", "hk4.json", "cuda_ucx.json"], compared),
     ):
         parts = list(parts_of(folder, names))
         if not parts:

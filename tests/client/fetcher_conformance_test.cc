@@ -390,6 +390,13 @@ TEST_P(UcxFetcherTest, AForeignSessionOrIncarnationCannotConnect) {
             absl::StatusCode::kDeadlineExceeded);
 }
 
+TEST_P(UcxFetcherTest, AGpuIsRefusedWhereUcxHasNoCuda) {
+  ASSERT_FALSE(worker_->has_gpu_memory());
+  EXPECT_EQ(UcxFetcher::Connect(worker_.get(), offer_.ucx().worker_address(), IncarnationOf(offer_), TokenOf(offer_),
+                                slot_, absl::Seconds(1), OnGpu(0)).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
 TEST_P(UcxFetcherTest, AListThatIsTooLongIsRefused) {
   OwnedList list(slot_, std::vector<FetchEntry>(UcxFetcher::kMaxUnits + 1,
                                                 {pages_[0].slot, 0, 0, pages_[0].generation}),

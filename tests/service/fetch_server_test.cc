@@ -168,6 +168,18 @@ TEST_F(FetchServerTest, MalformedRequestsAreAnsweredInvalidAndCounted) {
   ExpectGoodClientServed();
 }
 
+TEST_F(FetchServerTest, AWishForGpuMemoryIsAnsweredFromHostMemoryWhereThereIsNoOther) {
+  Start();
+  MessageHeader wish = Request(1);
+  wish.flags = kFlagGpuMemory;
+  client_->Send(wish, Payload({Good()}));
+  const MessageHeader answer = client_->Answer();
+  EXPECT_EQ(answer.status, WireStatus::kOk);
+  EXPECT_EQ(answer.count, 1u);
+  EXPECT_EQ(answer.flags, 0) << "a piece in host memory must not be taken for one without a bitmap";
+  ExpectGoodClientServed();
+}
+
 TEST_F(FetchServerTest, RandomEntriesHarmNobody) {
   Start();
   std::mt19937 random(11);

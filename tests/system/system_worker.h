@@ -16,8 +16,10 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
+#include "client/device_buffer.h"
 #include "client/page_writer.h"
 #include "client/pool.h"
+#include "kernels/check.h"
 #include "proto/status.h"
 #include "proto/ucx_worker.h"
 #include "tests/client/fake_pool.h"
@@ -79,12 +81,17 @@ struct Fetched {
 
 class SystemWorker {
  public:
-  static absl::StatusOr<std::unique_ptr<SystemWorker>> Make(ClientOptions options) {
+  // `transports`: of UCX; empty: its choice for this worker's memory.
+  static absl::StatusOr<std::unique_ptr<SystemWorker>> Make(ClientOptions options,
+                                                            const std::string& transports = "") {
     auto worker = std::unique_ptr<SystemWorker>(new SystemWorker());
     worker->options_ = std::move(options);
     KVD_ASSIGN_OR_RETURN(worker->shape_, WorkerShape::Make(worker->options_.geometry, {}));
+    if (worker->options_.gpu >= 0) worker->shape_.place = OnGpu(worker->options_.gpu);
     UcxOptions ucx;
     ucx.devices = "lo";
+    ucx.transports = transports;
+    ucx.gpu = worker->options_.gpu;
     KVD_ASSIGN_OR_RETURN(worker->ucx_, UcxWorker::Make(ucx));
     KVD_ASSIGN_OR_RETURN(worker->pool_,
                          Pool::Make(&worker->options_, &worker->shape_, worker->ucx_.get()));
@@ -121,7 +128,7 @@ class SystemWorker {
     });
   }
 
-  // Fetches every unit of `pages` in one list and compares.
+  // Fetches every unit of `pages` in one list to where the worker's units go, and compares.
   Fetched Fetch(Fetcher& fetcher, std::span<const SealedVersion> pages, absl::Duration deadline) {
     std::vector<FetchEntry> entries;
     for (const SealedVersion& page : pages) {
@@ -132,10 +139,13 @@ class SystemWorker {
         }
       }
     }
-    std::vector<uint8_t> bytes(entries.size() * shape_.unit_bytes());
+    std::vector<uint8_t> bytes(entries.size() * shape_.unit_bytes(), 0xEE);
+    auto landing = PlacedBytes::Make(shape_.place, bytes.size(), "landing");
+    KVD_CHECK(landing.ok());
+    KVD_CHECK(CopyBytes(shape_.place, landing->data(), bytes.data(), bytes.size()).ok());
     std::vector<uint8_t*> destinations;
     for (size_t i = 0; i < entries.size(); ++i) {
-      destinations.push_back(bytes.data() + i * shape_.unit_bytes());
+      destinations.push_back(landing->data() + i * shape_.unit_bytes());
     }
     std::vector<uint8_t> valid(entries.size(), 0);
     FetchList list;
@@ -145,6 +155,7 @@ class SystemWorker {
     list.deadline = deadline;
     fetcher.Start(list);
     fetcher.Wait(list);
+    KVD_CHECK(CopyBytes(shape_.place, bytes.data(), landing->data(), bytes.size()).ok());
     Fetched fetched;
     fetched.code = list.code;
     for (size_t i = 0; i < entries.size(); ++i) {
@@ -154,7 +165,7 @@ class SystemWorker {
       }
       const SealedVersion& page = pages[i / shape_.units_per_page()];
       const auto expected = UnitOf(shape_, page.version, entries[i].layer, entries[i].head);
-      const bool same = std::memcmp(expected.data(), destinations[i], expected.size()) == 0;
+      const bool same = std::memcmp(expected.data(), bytes.data() + i * expected.size(), expected.size()) == 0;
       ++(same ? fetched.num_exact : fetched.num_wrong);
     }
     return fetched;
