@@ -37,7 +37,7 @@ TARGETS = [
     ("GPU attend, batch 1, us", "gpu_kernel_bench.json", "attend 1 x 2048 tokens", "us", 9.9),
     ("GPU attend, batch 8, us", "gpu_kernel_bench.json", "attend 8 x 2048 tokens", "us", 25.8),
     ("GPU attend, batch 32, us", "gpu_kernel_bench.json", "attend 32 x 2048 tokens", "us", 67.6),
-    ("GPU summarize, E1S, million units a second", "gpu_kernel_bench.json",
+    ("GPU summarize, E1S, million units a second", "gpu_summarize_bench.json",
      "summarize 102,400 units, E1S", "value", 20),
     *[(f"GPU step of a layer, dense over ours: {case}", "step_bench.json", f"{case}, dense over the step", "ratio", bound)
       for case, bound in (("llama 1 x 1M", 7), ("llama 1 x 256K", 4.5), ("llama 1 x 128K", 3.3), ("llama 1 x 32K", 1.9),

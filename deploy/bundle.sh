@@ -31,7 +31,7 @@ xargs cp -t "$bundle/bin" <"$build/gpu_programs"
 strip --strip-unneeded "$bundle"/bin/*_* "$bundle"/bin/lock*
 cp bench/gpu.sh bench/nvlink.sh "$bundle/"
 cp bench/peers/dense_attention.py bench/peers/locks_step.py bench/peers/nixl_read_gpu.py bench/peers/{gpu_graph,gpu_table,common,ucx_am}.py "$bundle/bin/peers/"
-git log -1 --format=%h --abbrev=12 >"$bundle/commit" 2>/dev/null || echo unknown >"$bundle/commit"
+{ git describe --always --dirty=+ --abbrev=12 --exclude="*" 2>/dev/null || echo unknown; } >"$bundle/commit"
 
 # Every shared library but glibc's own, which must be the machine's. UCX looks for modules in the folder ucx beside its
 # own library; those for RDMA use the machine's own libibverbs, and are passed over where there is none.
