@@ -20,7 +20,6 @@
 #include "absl/flags/parse.h"
 #include "absl/strings/str_cat.h"
 #include "bench/gpu_bandwidth.h"
-#include "bench/gpu_chain_bench.h"
 #include "bench/gpu_select_bench.h"
 #include "bench/gpu_summarize_bench.h"
 #include "bench/gpu_timing.h"
@@ -364,7 +363,6 @@ int Main() {
   AddAttend(8, &report);
   AddAttend(32, &report);
   num_wrong += AddSelectAndResolve(&report);
-  AddChain(&report);
   if (IsWanted("summarize")) num_wrong += AddSummarize(ReadRate(size_t{1} << 30, false), &report);
   if (IsWanted("rotate 32 queries")) AddSmall(&report);
   report.PrintTable();
