@@ -338,12 +338,7 @@ int Main() {
     const absl::Status status = RunLocal(*plan, in_pool, &report);
     report.Check("the worker alone", status.ok(), status.ToString());
   }
-  report.PrintTable();
-  if (const absl::Status saved = Save(report); !saved.ok()) {
-    std::fprintf(stderr, "decode_bench: %s\n", saved.ToString().c_str());
-    return 1;
-  }
-  return report.all_ok() ? 0 : 1;
+  return report.Finish(absl::GetFlag(FLAGS_json));
 }
 
 }  // namespace

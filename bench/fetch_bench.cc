@@ -365,14 +365,7 @@ int Main() {
   close(down[1]);
   waitpid(child, nullptr, 0);
   report.Check("connected", status.ok(), status.ToString());
-  report.PrintTable();
-  if (const std::string json = absl::GetFlag(FLAGS_json); !json.empty() && report.all_ok()) {
-    if (const absl::Status written = report.WriteJson(json); !written.ok()) {
-      std::fprintf(stderr, "fetch_bench: %s\n", written.ToString().c_str());
-      return 1;
-    }
-  }
-  return report.all_ok() ? 0 : 1;
+  return report.Finish(absl::GetFlag(FLAGS_json));
 }
 
 }  // namespace

@@ -365,14 +365,8 @@ int Main() {
   num_wrong += AddSelectAndResolve(&report);
   if (IsWanted("summarize")) num_wrong += AddSummarize(ReadRate(size_t{1} << 30, false), &report);
   if (IsWanted("rotate 32 queries")) AddSmall(&report);
-  report.PrintTable();
-  if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) {
-    if (const absl::Status status = report.WriteJson(path); !status.ok()) {
-      std::fprintf(stderr, "gpu_kernel_bench: %s\n", std::string(status.message()).c_str());
-      return 1;
-    }
-  }
-  return num_wrong == 0 ? 0 : 1;
+  report.Check("every output", num_wrong == 0, absl::StrCat(num_wrong, " are wrong"));
+  return report.Finish(absl::GetFlag(FLAGS_json));
 }
 
 }  // namespace

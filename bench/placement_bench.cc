@@ -120,15 +120,7 @@ int Main() {
   for (const bool weighted : {false, true}) {
     for (const int count : {5, 50, 200}) BenchPool(count, weighted, &report);
   }
-  report.PrintTable();
-  if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) {
-    const absl::Status written = report.WriteJson(path);
-    if (!written.ok()) {
-      std::fprintf(stderr, "placement_bench: %s\n", written.ToString().c_str());
-      return 1;
-    }
-  }
-  return report.all_ok() ? 0 : 1;
+  return report.Finish(absl::GetFlag(FLAGS_json));
 }
 
 }  // namespace

@@ -207,15 +207,7 @@ int Main() {
   BenchFetch(4, one, &report);
   BenchDrain(&report);
   BenchFlood(&report);
-  report.PrintTable();
-  if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) {
-    const absl::Status written = report.WriteJson(path);
-    if (!written.ok()) {
-      std::fprintf(stderr, "pool_bench: %s\n", written.ToString().c_str());
-      return 1;
-    }
-  }
-  return report.all_ok() ? 0 : 1;
+  return report.Finish(absl::GetFlag(FLAGS_json));
 }
 
 }  // namespace

@@ -69,6 +69,15 @@ void Report::PrintTable() const {
     std::printf("%-56s %14.4g %-8s %14.4g %8.3f\n", f.name.c_str(), f.value, f.unit.c_str(), f.limit, f.ratio);
 }
 
+int Report::Finish(const std::string& json) const {
+  PrintTable();
+  if (const absl::Status written = json.empty() ? absl::OkStatus() : WriteJson(json); !written.ok()) {
+    std::fprintf(stderr, "%s: %s\n", bench_.c_str(), written.ToString().c_str());
+    return 1;
+  }
+  return all_ok() ? 0 : 1;
+}
+
 absl::Status Report::WriteJson(const std::string& path) const {
   google::protobuf::Struct root;
   auto& fields = *root.mutable_fields();

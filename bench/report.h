@@ -38,6 +38,8 @@ class Report {
   bool all_ok() const;
 
   void PrintTable() const;
+  // What a benchmark ends with: prints the table, writes it to `json` unless that is empty, and returns the exit status.
+  int Finish(const std::string& json) const;
   // Writes {bench, commit, machine, date, figures: [...], checks: [...]} to `path`, whole and at once.
   absl::Status WriteJson(const std::string& path) const;
 

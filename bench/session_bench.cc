@@ -161,15 +161,7 @@ int Main() {
   }
   report.Check("attached", attached == sessions,
                absl::StrCat(attached, " of ", sessions, " sessions live"));
-  report.PrintTable();
-  if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) {
-    const absl::Status written = report.WriteJson(path);
-    if (!written.ok()) {
-      std::fprintf(stderr, "session_bench: %s\n", written.ToString().c_str());
-      return 1;
-    }
-  }
-  return report.all_ok() ? 0 : 1;
+  return report.Finish(absl::GetFlag(FLAGS_json));
 }
 
 }  // namespace

@@ -179,13 +179,7 @@ int Main() {
     std::fprintf(stderr, "step_bench: %s\n", c.name().c_str());
     MeasureCase(c, &report);
   }
-  report.PrintTable();
-  const std::string json = absl::GetFlag(FLAGS_json);
-  if (const absl::Status saved = json.empty() ? absl::OkStatus() : report.WriteJson(json); !saved.ok()) {
-    std::fprintf(stderr, "step_bench: %s\n", saved.ToString().c_str());
-    return 1;
-  }
-  return report.all_ok() ? 0 : 1;
+  return report.Finish(absl::GetFlag(FLAGS_json));
 }
 
 }  // namespace

@@ -20,17 +20,9 @@
 #include "service/pool_service.h"
 #include "tests/service/stand_in_communicator.h"
 #include "tests/support/data_plane.h"
+#include "tests/support/eventually.h"
 
 namespace kvd::testing {
-
-// Waits for something that a daemon does on its own; the limit only bounds a failing test.
-inline bool Eventually(const std::function<bool()>& condition) {
-  for (int i = 0; i < 3000; ++i) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  return false;
-}
 
 class MoveDaemon {
  public:

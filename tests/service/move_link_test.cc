@@ -10,23 +10,16 @@
 #include <numeric>
 
 #include "tests/service/stand_in_communicator.h"
+#include "tests/support/eventually.h"
 
 namespace kvd {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::Eventually;
 using testing::StandInLibrary;
 
 absl::Status Always() { return absl::OkStatus(); }
-
-// Waits for something that another thread does; the limit only bounds a failing test.
-bool Eventually(const std::function<bool()>& condition) {
-  for (int i = 0; i < 3000; ++i) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  return false;
-}
 
 class MoveLinkTest : public ::testing::Test {
  protected:

@@ -15,6 +15,7 @@
 #include "proto/gpu_memory.h"
 #include "service/move_link.h"
 #if KVD_CUDA
+#include "tests/support/eventually.h"
 #include "tests/support/gpu.h"
 #endif
 
@@ -34,17 +35,11 @@ TEST(NcclTest, WhereThereIsNoneItSaysWhy) {
 
 #if KVD_CUDA
 
+using testing::Eventually;
+
 constexpr absl::Duration kLimit = absl::Seconds(30);
 
 absl::Status Always() { return absl::OkStatus(); }
-
-bool Eventually(const std::function<bool()>& condition) {
-  for (int i = 0; i < 3000; ++i) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  return false;
-}
 
 class GpuNcclTest : public ::testing::Test {
  protected:

@@ -18,12 +18,14 @@
 #include "proto/ingest_channel.h"
 #include "proto/address.h"
 #include "proto/pool.grpc.pb.h"
+#include "tests/support/eventually.h"
 #include "tests/service/http_get.h"
 #include "tests/service/server_fixture.h"
 
 namespace kvd {
 namespace {
 
+using testing::Eventually;
 using ::testing::HasSubstr;
 namespace v1 = locks_kvd::v1;
 
@@ -33,16 +35,6 @@ std::string ReadFile(const std::string& path) {
   std::stringstream text;
   text << std::ifstream(path).rdbuf();
   return text.str();
-}
-
-// Waits for something that a daemon does on its own; the limit only bounds a failing test.
-template <typename Condition>
-bool Eventually(Condition condition) {
-  for (int i = 0; i < 3000; ++i) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  return false;
 }
 
 struct Client {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "tests/support/gpu.h"
+#include "tests/support/gpu_geometry.h"
 #include "tests/system/system_worker.h"
 
 namespace kvd::testing {
@@ -19,19 +20,7 @@ using ::testing::StartsWith;
 constexpr uint64_t kPages = 400;
 constexpr size_t kUnits = 8;  // of a page
 
-KvGeometry Geometry() {
-  return {.num_layers = 4,
-          .num_q_heads = 8,
-          .num_kv_heads = 2,
-          .num_shards = 1,
-          .head_dim = 128,
-          .page_tokens = 16,
-          .rank = 8,
-          .dtype = KvDtype::kBf16,
-          .rotated = true,
-          .softmax_scale = 0.088388f,
-          .logit_softcap = 0};
-}
+KvGeometry Geometry() { return GpuGeometry(/*num_layers=*/4); }
 
 // The parameter: UCX's transports at the worker; empty: its choice, which is cuda_ipc where it has it.
 class GpuUcxTest : public ::testing::TestWithParam<const char*> {

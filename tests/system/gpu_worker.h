@@ -29,23 +29,10 @@
 #include "proto/status.h"
 #include "tests/client/engine_cache.h"
 #include "tests/support/daemon_process.h"
+#include "tests/support/gpu_geometry.h"
 #include "tests/support/gpu_step.h"
 
 namespace kvd::testing {
-
-inline KvGeometry GpuGeometry() {
-  return {.num_layers = 3,
-          .num_q_heads = 8,
-          .num_kv_heads = 2,
-          .num_shards = 1,
-          .head_dim = 128,
-          .page_tokens = 16,
-          .rank = 8,
-          .dtype = KvDtype::kBf16,
-          .rotated = true,
-          .softmax_scale = 0.088388f,
-          .logit_softcap = 0};
-}
 
 // The worker has GPU 0; KVD_TEST_DAEMON_GPU chooses the daemon's, 0 if it is not set.
 inline DaemonSpec GpuDaemonSpec() {
