@@ -14,16 +14,16 @@
 
 namespace kvd {
 
-// `query` [num_sequences, query heads, D]: rotated iff the records are.
-inline ScoreArgs ScoreArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* query) {
+// What both have. `query` [num_sequences, query heads, D].
+template <typename Args>
+Args ModelArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* query) {
   const KvGeometry& g = shape.geometry;
-  ScoreArgs args = {};
+  Args args = {};
   args.num_sequences = num_sequences;
   args.num_kv_heads = shape.num_heads();
   args.group = g.group();
   args.head_dim = g.head_dim;
   args.page_tokens = g.page_tokens;
-  args.rank = g.rank;
   args.dtype = g.dtype;
   args.softmax_scale = g.softmax_scale;
   args.logit_softcap = g.logit_softcap;
@@ -31,20 +31,16 @@ inline ScoreArgs ScoreArgsOf(const WorkerShape& shape, int num_sequences, const 
   return args;
 }
 
-// `query` [num_sequences, query heads, D]: never rotated.
-inline AttendArgs AttendArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* query) {
-  const KvGeometry& g = shape.geometry;
-  AttendArgs args = {};
-  args.num_sequences = num_sequences;
-  args.num_kv_heads = shape.num_heads();
-  args.group = g.group();
-  args.head_dim = g.head_dim;
-  args.page_tokens = g.page_tokens;
-  args.dtype = g.dtype;
-  args.softmax_scale = g.softmax_scale;
-  args.logit_softcap = g.logit_softcap;
-  args.query = query;
+// `query` is rotated iff the records are.
+inline ScoreArgs ScoreArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* query) {
+  auto args = ModelArgsOf<ScoreArgs>(shape, num_sequences, query);
+  args.rank = shape.geometry.rank;
   return args;
+}
+
+// `query` is never rotated.
+inline AttendArgs AttendArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* query) {
+  return ModelArgsOf<AttendArgs>(shape, num_sequences, query);
 }
 
 }  // namespace kvd
