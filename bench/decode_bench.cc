@@ -229,6 +229,11 @@ absl::Status MeasureFetches(const Plan& plan, const DecodePool& pool, Report* re
   KVD_ASSIGN_OR_RETURN(const double cold_us, FetchPagesUs(*peer, pool, pages, 128, 32));
   const double cold = 128.0 * heads * 8192 / cold_us / 1e3;
   report->Add({shape + "fetch 128 units a head, 32 layers", cold, "GB/s", copy, cold / copy});
+  // As many units in one list: what no decode step knows ahead, but a prefetch does.
+  constexpr int kColdUnits = 32 * 8 * 128;
+  KVD_ASSIGN_OR_RETURN(const double all_us, GatherUs(*peer, pool, pages, kColdUnits));
+  const double all = kColdUnits * 8192.0 / all_us / 1e3;
+  report->Add({shape + "gather 32768 units, one list on the device", all, "GB/s", copy, all / copy});
   for (const int units : {512, 8192}) {
     KVD_ASSIGN_OR_RETURN(const double us, GatherUs(*peer, pool, pages, units));
     report->Add({absl::StrCat(shape, "gather ", units, " units, list on the device"), us, "us",

@@ -46,7 +46,7 @@ run_tests() {
   : >"$out/tests.txt"
   for test in "$bin"/*_test; do
     name=$(basename "$test")
-    if KVD_TEST_DAEMON_GPU=$daemon_gpu timeout 300 "$test" >"$out/$name.log" 2>&1; then
+    if KVD_TEST_DAEMON_GPU=$daemon_gpu timeout 120 "$test" >"$out/$name.log" 2>&1; then
       echo "$name: $(grep -cE '^\[  SKIPPED \] .*\(' "$out/$name.log") skipped, $(grep -E '^\[  PASSED  \]' "$out/$name.log" | cut -c13-)" >>"$out/tests.txt"
     else
       echo "$name: FAILED, see $out/$name.log" >>"$out/tests.txt"

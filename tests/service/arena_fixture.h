@@ -28,7 +28,7 @@ inline KvGeometry TinyGeometry() {
   g.num_shards = 2;
   g.head_dim = 64;
   g.page_tokens = 16;
-  g.rank = 4;
+  g.rank = 8;
   g.softmax_scale = 0.125f;
   return g;
 }
