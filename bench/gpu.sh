@@ -38,6 +38,7 @@ if [ -n "${KVD_QUICK:-}" ]; then
   llama_cases=1x32K,1x128K,4x32K
 fi
 daemon_gpu=${KVD_DAEMON_GPU:-0}
+export KVD_TEST_DAEMON_GPU=$daemon_gpu
 bench_flags=(--commit="$commit" --fetches --fill_threads="$(nproc)" --daemon_gpu="$daemon_gpu")
 [ "$(id -u)" -ne 0 ] || bench_flags+=(--own_namespaces)
 
@@ -46,7 +47,7 @@ run_tests() {
   : >"$out/tests.txt"
   for test in "$bin"/*_test; do
     name=$(basename "$test")
-    if KVD_TEST_DAEMON_GPU=$daemon_gpu timeout 120 "$test" >"$out/$name.log" 2>&1; then
+    if timeout 120 "$test" >"$out/$name.log" 2>&1; then
       echo "$name: $(grep -cE '^\[  SKIPPED \] .*\(' "$out/$name.log") skipped, $(grep -E '^\[  PASSED  \]' "$out/$name.log" | cut -c13-)" >>"$out/tests.txt"
     else
       echo "$name: FAILED, see $out/$name.log" >>"$out/tests.txt"
