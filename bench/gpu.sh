@@ -14,10 +14,11 @@
 #   KVD_DAEMON_GPU  the daemon's GPU, default 0; the worker's is 0
 #   KVD_UCX      folder libucx of the wheel libucx-cu13, for UCX's own messages and the ucx path with CUDA
 #   KVD_SANITIZE_SECONDS  most that one case takes under one tool; default 60
+#   KVD_SANITIZE_CASES    regular expression: only the cases in whose name it is found
 # Python packages of the peers: torch, numpy, fa3-fwd 0.0.3, locks-kv 0.1.4, nixl-cu13 1.5.1, on PYTHONPATH.
 # Exits 1 if a test or a check failed. Leave the machine alone meanwhile: it takes its GPU whole.
 set -uo pipefail
-case " $* " in *" -h "* | *" --help "*) sed -n '2,18p' "$0" | cut -c3-; exit 0 ;; esac
+case " $* " in *" -h "* | *" --help "*) sed -n '2,19p' "$0" | cut -c3-; exit 0 ;; esac
 here=$(cd "$(dirname "$0")" && pwd)
 [ -d "$here/bin" ] || here=$(cd "$here/../out/bundle" 2>/dev/null && pwd) || {
   echo "gpu.sh: expected bin/ beside this script or ../out/bundle: run deploy/bundle.sh first" >&2; exit 2; }
@@ -150,7 +151,8 @@ run_sanitize() {
     return
   fi
   cases=$("$bin/parity_test" --gtest_list_tests | awk '/^[A-Za-z].*\./ {suite = $1; if (suite ~ /\//) print suite "*"}
-    /^  / && suite !~ /\// {print suite $1}' | grep -vE 'Rewritten|^LargeArena|^BuiltGeometries')
+    /^  / && suite !~ /\// {print suite $1}' | grep -vE 'Rewritten|^LargeArena|^BuiltGeometries' |
+    grep -E "${KVD_SANITIZE_CASES:-.}")
   export -f sanitize_cases
   export out bin
   for tool in memcheck racecheck initcheck; do

@@ -96,6 +96,11 @@ TARGETS = [
     ("NVLink: 128 units a layer in a graph, us", "nvlink.json", "llama: fetch 128 units a layer, in a graph", "us", 6),
     ("NVLink: open 1M tokens: mirror over the copy", "nvlink.json",
      "hk4: open: fill the mirror of 65536 pages", "ratio", 0.7),
+    ("NVLink: 256 MiB in one list over the copy", "nvlink.json", "llama: gather 32768 units, one list on the device", "ratio",
+     0.9),
+    ("NVLink: ucx path with CUDA, 512 units, us", "nvlink.json",
+     "llama: ucx path with CUDA, cuda_ipc: request, gather, reply, list of 512 units", "us", 120),
+    ("NVLink: bulk move by NCCL over the copy", "nvlink.json", "bulk move of 256 MiB by NCCL", "ratio", 0.8),
 ]
 
 

@@ -30,7 +30,7 @@ mkdir -p "$bundle/bin/peers" "$bundle/lib/ucx"
 xargs cp -t "$bundle/bin" <"$build/gpu_programs"
 strip --strip-unneeded "$bundle"/bin/*_* "$bundle"/bin/lock*
 cp bench/gpu.sh bench/nvlink.sh "$bundle/"
-cp bench/peers/dense_attention.py bench/peers/locks_step.py bench/peers/nixl_read_gpu.py bench/peers/{gpu_graph,gpu_table,common,ucx_am}.py "$bundle/bin/peers/"
+cp bench/peers/dense_attention.py bench/peers/locks_step.py bench/peers/nixl_read_gpu.py bench/peers/{nixl_lists,gpu_graph,gpu_table,common,ucx_am}.py "$bundle/bin/peers/"
 { git describe --always --dirty=+ --abbrev=12 --exclude="*" 2>/dev/null || echo unknown; } >"$bundle/commit"
 
 # Every shared library but glibc's own, which must be the machine's. UCX looks for modules in the folder ucx beside its

@@ -1,12 +1,13 @@
 """One table of the parts that bench/gpu.sh ran: figures, what they are compared with, checks.
 
-usage: gpu_table.py FOLDER      FOLDER/step.json (step_bench), llama.json, hk4.json (decode_bench), peers.jsonl, tests.txt
-                                -> FOLDER/step_bench.json, FOLDER/decode_bench.json
+usage: gpu_table.py FOLDER      FOLDER/step.json (step_bench), llama.json, hk4.json (decode_bench), peers.jsonl, tests.txt,
+                                nccl_communicator_test.log -> FOLDER/step_bench.json, FOLDER/decode_bench.json
 A part that did not run is said, not made up. Exits 1 if a check failed.
 """
 
 import json
 import pathlib
+import re
 import sys
 
 
@@ -82,6 +83,13 @@ def compared(values, peers):
     return figures
 
 
+def bulk_moves(folder):
+    """The rate that nccl_communicator_test printed, between two GPUs."""
+    log = folder / "nccl_communicator_test.log"
+    found = re.search(r"^bulk move of 256 MiB by NCCL.*: ([\d.]+), ([\d.]+)$", log.read_text(), re.M) if log.exists() else None
+    return [figure("bulk move of 256 MiB by NCCL", float(found[1]), "GB/s", 0, float(found[2]))] if found else []
+
+
 def merged(bench, parts, figures, checks, peers):
     head = parts[0] if parts else dict(commit="unknown", machine="unknown", date="unknown")
     print(f"{bench}  commit {head['commit']}  machine {head['machine']}")
@@ -108,6 +116,8 @@ def main(folder):
         figures = [f for part in parts for f in part["figures"]]
         checks = [c for part in parts for c in part["checks"]]
         figures += compare({f["name"]: f["value"] for f in figures}, peers)
+        if bench == "decode_bench":
+            figures += bulk_moves(folder)
         if bench == "decode_bench" and "nixl" in peers:
             wrong = peers["nixl"]["wrong"]
             checks.append(dict(name="every byte that NIXL brought", ok=wrong == 0, detail=f"{wrong} wrong"))

@@ -7,23 +7,14 @@ target has a progress thread: the reader's would share the core of the caller, w
 """
 
 import sys
-import time
-
-import numpy as np
 
 import common
+from nixl_lists import Lists
 
 try:
     from nixl_cu13._api import nixl_agent, nixl_agent_config
 except ImportError as error:
     raise SystemExit(f"peers: NIXL does not load: {error}: run `bash deploy/install_deps.sh peers`") from error
-
-
-def prepared(agent, owner, base, count):
-    rows = np.zeros((count, 3), dtype=np.uint64)  # address, bytes, device
-    rows[:, 0] = base + common.UNIT_BYTES * np.arange(count, dtype=np.uint64)
-    rows[:, 1] = common.UNIT_BYTES
-    return agent.prep_xfer_dlist(owner, rows, "DRAM")
 
 
 def main(role, name, folder, repetitions):
@@ -38,19 +29,11 @@ def main(role, name, folder, repetitions):
         common.await_file(folder, "done", limit_s=600)
         return
     agent.add_remote_agent(common.await_file(folder, "target.meta"))
-    remote = prepared(agent, "target", int(common.await_file(folder, "target.base")), common.POOL_UNITS)
-    local = prepared(agent, "NIXL_INIT_AGENT", memory.ctypes.data, common.LIST_UNITS)
-    places = np.arange(common.LIST_UNITS, dtype=np.int32)
+    lists = Lists(agent, int(common.await_file(folder, "target.base")), memory.ctypes.data, "DRAM")
 
     def read(units):
-        start = time.perf_counter()
-        handle = agent.make_prepped_xfer("READ", local, places, remote, units)
-        state = agent.transfer(handle)
-        while state == "PROC":
-            state = agent.check_xfer_state(handle)
-        took = time.perf_counter() - start
-        agent.release_xfer_handle(handle)
-        return took, state == "DONE", memory
+        took, done = lists.read(units)
+        return took, done, memory
 
     common.time_lists(name, repetitions, read)
     common.offer(folder, "done", b"1")
