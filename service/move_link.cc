@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "kernels/check.h"
 #include "proto/clock.h"
 #include "proto/status.h"
@@ -14,9 +15,10 @@
 namespace kvd {
 namespace {
 
-// A transfer of a batch takes a millisecond or less; joining, hundreds of them.
-constexpr std::chrono::microseconds kFirstPause(20);
-constexpr std::chrono::microseconds kLongestPause(1000);
+// A transfer of a batch takes a millisecond or less; joining, hundreds of them. What a step takes longer than it must is a
+// sixteenth.
+constexpr absl::Duration kShortestPause = absl::Microseconds(20);
+constexpr absl::Duration kLongestPause = absl::Milliseconds(1);
 constexpr std::chrono::milliseconds kAskEvery(5);
 
 // What a library may touch for as long as the process lives.
@@ -77,7 +79,7 @@ void MoveLink::State::Run() {
     (void)Fail(served);
     if (communicator != nullptr) {
       communicator->Abort();
-      while (!communicator->IsQuiet()) std::this_thread::sleep_for(kLongestPause);
+      while (!communicator->IsQuiet()) absl::SleepFor(kLongestPause);
     }
   }
   communicator.reset();
@@ -130,21 +132,22 @@ absl::Status MoveLink::State::Begin(Step next, std::unique_ptr<Communicator>* ma
 }
 
 absl::Status MoveLink::State::PollUntilDone(Step current, Communicator* polled) {
-  const absl::Duration end = clock.Now() + options.watchdog;
-  for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
+  const absl::Duration begin = clock.Now();
+  while (true) {
     KVD_ASSIGN_OR_RETURN(const Communicator::Progress progress, polled->Poll());
     if (progress == Communicator::Progress::kDone) return absl::OkStatus();
     {
       const std::lock_guard<std::mutex> lock(mutex);
       KVD_RETURN_IF_ERROR(problem);
     }
-    if (clock.Now() >= end) {
+    const absl::Duration elapsed = clock.Now() - begin;
+    if (elapsed >= options.watchdog) {
       return absl::DeadlineExceededError(
           absl::StrCat("the watchdog ended it after ", absl::ToInt64Milliseconds(options.watchdog), " ms: ",
                        current == Step::kJoin ? "can the two hosts reach each other by the library's network?"
                                               : "has the other end died or stopped?"));
     }
-    std::this_thread::sleep_for(pause);
+    absl::SleepFor(std::clamp(elapsed / 16, kShortestPause, kLongestPause));
   }
 }
 
