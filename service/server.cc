@@ -2,39 +2,24 @@
 
 #include <fcntl.h>
 #include <google/protobuf/text_format.h>
-#include <grpcpp/grpcpp.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <cstring>
-#include <mutex>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "kernels/layout.h"
 #include "proto/address.h"
 #include "proto/status.h"
-#include "service/admin_service.h"
 #include "service/arena_factory.h"
-#include "service/cluster.h"
 #include "service/config.h"
-#include "service/data_plane.h"
-#include "service/health.h"
 #include "service/log_setup.h"
-#include "service/metrics.h"
-#include "service/move_receiver.h"
 #include "service/nccl_communicator.h"
-#include "service/pool_service.h"
-#include "service/slowlog.h"
+#include "service/server_parts.h"
 #include "spdlog/spdlog.h"
 
 namespace kvd {
@@ -52,9 +37,6 @@ constexpr absl::Duration kStopGrace = absl::Seconds(2);
 constexpr absl::Duration kDrainPoll = absl::Milliseconds(5);
 // Calls that were let in before leasing stopped end within this.
 constexpr absl::Duration kLastCalls = absl::Milliseconds(50);
-// The daemon is not live once its upkeep loop did not tick for this long.
-constexpr absl::Duration kLiveLimit = absl::Seconds(10);
-constexpr absl::Duration kCertificateCheck = absl::Minutes(1);
 
 std::string HexOf(const Incarnation& incarnation) {
   return absl::BytesToHexString(
@@ -67,8 +49,6 @@ std::string WithPort(const std::string& address, int port) {
   parsed->port = static_cast<uint16_t>(port);
   return parsed->ToString();
 }
-
-std::string KindOf(const MemoryPlace& place) { return place.on_gpu() ? absl::StrCat("gpu gpu=", place.gpu) : "host"; }
 
 // The library of bulk moves as the configuration has it, or why they go by UCX.
 absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> NcclOf(const DaemonConfig& config) {
@@ -98,58 +78,6 @@ absl::Status WriteWhole(const std::string& path, const std::string& text) {
 }
 
 }  // namespace
-
-struct Server::Parts {
-  Parts(const DaemonConfig& c, absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> library)
-      : config(c), nccl(std::move(library)) {}
-  ~Parts();
-
-  absl::Status Start();
-  absl::Status StartControl();
-  absl::Status StartOutside();
-  MetricsSnapshot Snapshot() const;
-  DaemonConfig ConfigInForce() const;
-  void UpkeepLoop();
-  void WatchLoop();
-  bool SleepUnlessStopping(absl::Duration time) const;
-  void CheckCertificates();
-  uint32_t CountLeases() const;
-  bool IsBusy() const;
-  PathOffers Offers() const;
-  void LogStart() const;
-
-  const DaemonConfig config;
-  const absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> nccl;  // or why bulk moves go by UCX
-  const SteadyClock clock;
-  const Incarnation incarnation = RandomBytes16();
-  Metrics metrics;
-  Slowlog slowlog;
-  ReadyFile ready;
-  bool ready_file_written = false;
-
-  // In the order of their start; destroyed by ~Parts in the reverse one.
-  std::vector<std::shared_ptr<Arena>> arenas;
-  std::unique_ptr<SessionTable> sessions;
-  std::unique_ptr<Sealer> sealer;
-  std::unique_ptr<MoveReceiver> moves;
-  std::unique_ptr<PoolService> pool;
-  std::unique_ptr<AdminService> admin;
-  std::unique_ptr<grpc::Server> control;
-  std::unique_ptr<DataPlane> data_plane;
-  std::unique_ptr<Cluster> cluster;  // null: this daemon is alone
-  std::unique_ptr<HealthServer> health;
-  std::unique_ptr<MetricsServer> metrics_server;
-  std::thread upkeep;
-  std::thread watch;
-  std::atomic<int64_t> last_tick_ns{0};
-  std::atomic<bool> serving{false};  // every part above is there
-
-  mutable std::mutex mutex;                 // guards what follows
-  mutable std::condition_variable changed;  // stopping or exit_requested
-  bool stopping = false;
-  bool exit_requested = false;
-  std::vector<std::pair<std::string, absl::Time>> certificates;
-};
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const DaemonConfig& config) {
   return Start(config, NcclOf(config));
@@ -300,53 +228,6 @@ PathOffers Server::Parts::Offers() const {
   return offers;
 }
 
-void Server::Parts::LogStart() const {
-  spdlog::info("start version={} layout={} incarnation={} pid={}", kVersion, kLayoutVersion,
-               ready.incarnation(), ready.pid());
-  for (const auto& arena : arenas) {
-    const ArenaShape& shape = arena->memory().shape();
-    spdlog::info(
-        "memory arena={}/{} kind={} slots={} slot_bytes={} record_bytes={} slabs={} encoder={}",
-        arena->tenant(), arena->model(), KindOf(arena->memory().place()), shape.num_slots - 1, shape.slot.slot_bytes(),
-        shape.slot.summary_bytes(), shape.num_slabs(), EncoderName(arena->options().encoder));
-  }
-  for (const std::string& path : Offers().report)
-    spdlog::info("path offer={}", LogQuote(path));
-  spdlog::info("serving control={} health={} metrics={} tls={}", ready.control_address(),
-               ready.health_address(), ready.metrics_address(), !IsInsecure(config));
-  if (IsInsecure(config)) {
-    spdlog::warn(
-        "insecure control={} meaning=\"callers are not authenticated: any of them may name any "
-        "tenant\"",
-        ready.control_address());
-  }
-}
-
-MetricsSnapshot Server::Parts::Snapshot() const {
-  MetricsSnapshot snapshot;
-  for (const auto& arena : arenas) {
-    const ArenaShape& shape = arena->memory().shape();
-    snapshot.arenas.push_back({arena->tenant(), arena->model(), shape.num_slots - 1,
-                               shape.slot.slot_bytes(), shape.slot.summary_bytes(),
-                               arena->Stats()});
-  }
-  snapshot.sessions = sessions->size();
-  snapshot.live = clock.Now() - absl::Nanoseconds(last_tick_ns.load()) < kLiveLimit;
-  snapshot.draining = pool->draining();
-  data_plane->Fill(&snapshot);
-  if (cluster != nullptr) {
-    snapshot.membership = cluster->Figures();
-    const std::shared_ptr<const MembershipView> view = cluster->View();
-    snapshot.members = view == nullptr ? 0 : view->members.size();
-  }
-  const std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& [file, expiry] : certificates) {
-    snapshot.cert_expiry_seconds.emplace_back(file,
-                                              absl::ToDoubleSeconds(expiry - absl::UnixEpoch()));
-  }
-  return snapshot;
-}
-
 // With the addresses that were really listened on.
 DaemonConfig Server::Parts::ConfigInForce() const {
   DaemonConfig in_force = config;
@@ -356,66 +237,6 @@ DaemonConfig Server::Parts::ConfigInForce() const {
   in_force.set_metrics_address(ready.metrics_address());
   return in_force;
 }
-
-bool Server::Parts::SleepUnlessStopping(absl::Duration time) const {
-  std::unique_lock<std::mutex> lock(mutex);
-  return !changed.wait_for(lock, absl::ToChronoNanoseconds(time), [this] { return stopping; });
-}
-
-void Server::Parts::UpkeepLoop() {
-  const absl::Duration interval =
-      std::clamp(sessions->ttl() / 20, absl::Milliseconds(5), absl::Milliseconds(250));
-  absl::Duration last_certificate_check = clock.Now();
-  absl::Duration turn = last_certificate_check;
-  while (SleepUnlessStopping(interval)) {
-    metrics.upkeep_stalls.Observe(clock.Now() - turn - interval);
-    turn = clock.Now();
-    for (const SessionInfo& session : sessions->EndSilent()) {
-      spdlog::warn("session_lost session={} tenant={} client={} silent_ms={}",
-                   static_cast<uint64_t>(session.id), session.arena->tenant(),
-                   LogQuote(session.client_name), absl::ToInt64Milliseconds(session.silent));
-    }
-    pool->TickStreams();
-    for (const auto& arena : arenas) arena->Tick();
-    const absl::Duration now = clock.Now();
-    last_tick_ns = absl::ToInt64Nanoseconds(now);
-    if (now - last_certificate_check >= kCertificateCheck) {
-      last_certificate_check = now;
-      CheckCertificates();
-    }
-  }
-}
-
-void Server::Parts::CheckCertificates() {
-  if (IsInsecure(config)) return;
-  auto expiries = CheckTlsFiles(config.control().tls(), absl::Now());
-  if (!expiries.ok()) {
-    spdlog::error("certificates_bad problem={}", LogQuote(expiries.status().message()));
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(mutex);
-  certificates = *std::move(expiries);
-}
-
-void Server::Parts::WatchLoop() {
-  bool live = true;
-  while (SleepUnlessStopping(absl::Seconds(1))) {
-    const absl::Duration since = clock.Now() - absl::Nanoseconds(last_tick_ns.load());
-    const bool now_live = since < kLiveLimit;
-    if (now_live == live) continue;
-    live = now_live;
-    spdlog::error("upkeep_loop live={} since_ms={}", live, absl::ToInt64Milliseconds(since));
-    if (health != nullptr) health->SetLive(live);
-  }
-}
-
-uint32_t Server::Parts::CountLeases() const {
-  uint64_t leases = 0;
-  for (const auto& arena : arenas) leases += arena->Stats().leases;
-  return static_cast<uint32_t>(std::min<uint64_t>(leases, UINT32_MAX));
-}
-
-bool Server::Parts::IsBusy() const { return CountLeases() > 0 || data_plane->num_in_flight() > 0; }
 
 DrainResult Server::Drain(absl::Duration limit, const std::string& reason) {
   Parts& p = *parts_;
