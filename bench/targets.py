@@ -100,7 +100,8 @@ TARGETS = [
      0.9),
     ("NVLink: ucx path with CUDA, 512 units, us", "nvlink.json",
      "llama: ucx path with CUDA, cuda_ipc: request, gather, reply, list of 512 units", "us", 120),
-    ("NVLink: bulk move by NCCL over the copy", "nvlink.json", "bulk move of 256 MiB by NCCL", "ratio", 0.8),
+    ("NVLink: bulk move by NCCL over the copy", "nccl_moves.json", "bulk move of 256 MiB by NCCL, at most 16 CTAs",
+     "ratio", 0.8),
 ]
 
 

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kMinVersion = NCCL_VERSION(2, 18, 0);  // non-blocking abort and finalize, CTA limits
 constexpr int kMinCtas = 1;
-constexpr int kMaxCtas = 4;
+constexpr int kMaxCtas = 16;  // more bring nothing between two H200s (bench/README.md)
 
 // What is used of libnccl.
 struct Functions {
