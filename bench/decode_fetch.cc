@@ -34,8 +34,6 @@ StepShape StepShapeOf(const WorkerShape& worker, int cache_slots) {
           .group = g.group(),
           .head_dim = g.head_dim,
           .page_tokens = g.page_tokens,
-          .dtype = g.dtype,
-          .rotated = g.rotated,
           .cache_slots = cache_slots,
           .num_arenas = 1};
 }
@@ -93,6 +91,7 @@ struct FetchTables {
         step(std::vector<uint64_t>{1}),
         selectable(static_cast<size_t>(num_pages / 64 + 1)),
         local(worker.units_per_page() * worker.unit_bytes()),
+        token(static_cast<size_t>(worker.num_heads() * worker.geometry.head_dim)),
         cache(worker.units_per_page() * static_cast<size_t>(count) * worker.unit_bytes()),
         rows(std::vector<StepRow>{{.num_tokens = 0,
                                    .num_pages = num_pages,
@@ -110,6 +109,7 @@ struct FetchTables {
     selectable.Poison(0xFF);
     figures.Poison(0);
     local.Poison(0);
+    token.Poison(0);
     cache.Poison();
     // Every slot of a row is claimed, in order, by its list.
     std::vector<int32_t> claimed;
@@ -134,6 +134,8 @@ struct FetchTables {
     return LaunchFetchPages({.shape = shape,
                              .layer = variant % shape.num_layers,
                              .rows = rows.data(),
+                             .k = token.data(),
+                             .v = token.data(),
                              .arenas = arena.data(),
                              .arena_lost = lost.data(),
                              .resolve = resolve,
@@ -187,6 +189,7 @@ struct FetchTables {
   DeviceArray<uint64_t> step;
   DeviceArray<uint64_t> selectable;
   DeviceArray<uint8_t> local;
+  DeviceArray<uint16_t> token;
   DeviceArray<uint8_t> cache;  // [L][heads][units_per_head] units
   DeviceArray<StepRow> rows;
   DeviceArray<UnitRef> units;

@@ -1,5 +1,7 @@
 #include "bench/decode_kernels.h"
 #include "bench/synthetic_pages.h"
+#include "kernels/launch.cuh"
+#include "kernels/step_append.cuh"
 
 namespace kvd::bench {
 namespace {
@@ -55,11 +57,17 @@ __global__ void UnitTables(UnitTableArgs args) {
 }
 
 // One CTA a (row, head).
-__global__ void ListLocal(LocalListArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    ListLocal(const __grid_constant__ LocalListArgs args) {
   const StepShape& shape = args.shape;
   const int r = static_cast<int>(blockIdx.x);
   const int head = r % shape.num_kv_heads;
+  // Select, the predecessor, has nothing to do with the tails.
   const StepRow row = args.rows[r / shape.num_kv_heads];
+  TokenWord(shape, r, args.k, args.v, static_cast<int>(threadIdx.x)).Store(shape, args.layer, row, head);
+  AwaitParameters(args);
+  WaitForPredecessor();
+  LetSuccessorStart();
   UnitRef* units = args.units + int64_t{r} * args.max_units;
   const int num_selected = args.num_selected[r];
   const int tail_page = static_cast<int>(row.num_tokens / shape.page_tokens);
@@ -106,9 +114,9 @@ cudaError_t LaunchUnitTables(const UnitTableArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t LaunchListLocal(const LocalListArgs& args, cudaStream_t stream) {
-  ListLocal<<<static_cast<unsigned>(args.shape.num_rows * args.shape.num_kv_heads), kThreads, 0,
-              stream>>>(args);
-  return cudaGetLastError();
+  return LaunchOverlapped(ListLocal,
+                          static_cast<unsigned>(args.shape.num_rows * args.shape.num_kv_heads),
+                          kThreads, 0, 0, stream, args);
 }
 
 }  // namespace kvd::bench

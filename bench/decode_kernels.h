@@ -44,13 +44,16 @@ struct UnitTableArgs {
 };
 [[nodiscard]] cudaError_t LaunchUnitTables(const UnitTableArgs& args, cudaStream_t stream);
 
-// Lists, per (row, head), what attend reads straight from row.ring, a page's place being its
-// number: sinks, selected pages, pages from first_ring_page on, tail.
+// Writes k and v into the tail units, and lists, per (row, head), what attend reads straight from
+// row.ring, a page's place being its number: sinks, selected pages, pages from first_ring_page on,
+// tail.
 struct LocalListArgs {
   StepShape shape;
   int layer;
   int max_selected;
   const StepRow* rows;          // [N]
+  const uint16_t* k;            // [N, heads, D]
+  const uint16_t* v;
   const int32_t* selected;      // [N, heads, max_selected]
   const int32_t* num_selected;  // [N, heads]
   int max_units;

@@ -150,7 +150,7 @@ class ScoreBench {
   ScoreArgs Args(int set) const {
     const size_t at = static_cast<size_t>(set) * static_cast<size_t>(sequences_);
     return {sequences_, kv_heads_, group_, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0, d_query_.data(),
-            coarse_bases_.data() + at, fine_bases_.data() + at, capacity_.data(), num_pages_.data(), pages_, lse_.data()};
+            coarse_bases_.data() + at, fine_bases_.data() + at, capacity_.data(), num_pages_.data(), pages_, lse_.data(), true};
   }
 
   // Every result of the last launch against the reference's for the same record and queries.
@@ -164,7 +164,7 @@ class ScoreBench {
     for (int row = 0; row < sequences_ * kv_heads_; ++row) {
       const ScoreArgs args = {1, 1, group_, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0,
                               query_.data() + row * group_ * kDim, &coarse, &fine, &capacity, &count,
-                              Records::kNumRecords, want.data()};
+                              Records::kNumRecords, want.data(), true};
       scan == Scan::kCoarse ? ref::ScoreCoarse(args) : ref::ScoreFull(args);
       const size_t first = (static_cast<size_t>(set) * static_cast<size_t>(sequences_ * kv_heads_) + static_cast<size_t>(row)) *
                            static_cast<size_t>(pages_);

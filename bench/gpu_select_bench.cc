@@ -87,57 +87,101 @@ int CountWrongRows(const SelectCase& c, const std::vector<float>& pattern, size_
   return wrong;
 }
 
+// A case's buffers: several sets of lse, and what a launch writes.
+struct SelectBuffers {
+  SelectBuffers(const SelectCase& c, int max_candidates)
+      : shape(c),
+        set_heads(static_cast<size_t>(c.rows) * kGroup),
+        row_floats(static_cast<size_t>(c.pages)),
+        sets(std::clamp<size_t>((c.from_l2 ? 0 : size_t{400} << 20) / (set_heads * row_floats * sizeof(float)) + 1, 1, 64)),
+        pattern(RandomLse(c.pages)),
+        lse(std::max<size_t>(sets * set_heads, kPattern) * row_floats),
+        num_pages(std::vector<int32_t>(static_cast<size_t>(c.rows), c.pages)),
+        pages(static_cast<size_t>(c.rows) * static_cast<size_t>(c.num_select)),
+        num_selected(static_cast<size_t>(c.rows)),
+        candidates(static_cast<size_t>(c.rows) * static_cast<size_t>(max_candidates)),
+        num_candidates(static_cast<size_t>(c.rows)),
+        threshold(static_cast<size_t>(c.rows)),
+        log_norm(set_heads),
+        scratch(SelectGpuScratchBytes(c.rows, kGroup, c.pages)) {
+    lse.Upload(pattern);
+    const size_t heads = sets * set_heads;
+    for (size_t done = kPattern; done < heads; done *= 2)
+      KVD_CUDA_OK(cudaMemcpy(lse.data() + done * row_floats, lse.data(),
+                             std::min(done, heads - done) * row_floats * sizeof(float), cudaMemcpyDeviceToDevice));
+  }
+
+  SelectArgs Args(size_t set) const {
+    SelectArgs args = {};
+    args.num_sequences = shape.rows;
+    args.num_kv_heads = 1;
+    args.group = kGroup;
+    args.n_sink = 1;
+    args.n_win = 1;
+    args.num_select = shape.num_select;
+    args.lse = lse.data() + set * set_heads * row_floats;
+    args.lse_stride = shape.pages;
+    args.num_pages = num_pages.data();
+    args.pages = pages.data();
+    args.num_selected = num_selected.data();
+    args.threshold = threshold.data();
+    args.log_norm = log_norm.data();
+    args.scratch = scratch.data();
+    return args;
+  }
+
+  int NumLaunches() const { return static_cast<int>((20 + sets - 1) / sets * sets); }
+
+  // After a launch over `set`.
+  int CountWrong(const std::string& name, size_t set) const {
+    const int wrong = CountWrongRows(shape, pattern, set * set_heads, pages.Download(), threshold.Download());
+    if (wrong != 0) std::fprintf(stderr, "WRONG: %s: %d rows differ from the reference\n", name.c_str(), wrong);
+    return wrong;
+  }
+
+  SelectCase shape;
+  size_t set_heads, row_floats, sets;
+  std::vector<float> pattern;
+  DeviceArray<float> lse;
+  DeviceArray<int32_t> num_pages, pages, num_selected, candidates, num_candidates;
+  DeviceArray<float> threshold, log_norm;
+  DeviceArray<uint8_t> scratch;
+};
+
 int AddSelect(const SelectCase& c, Report* report) {
   const std::string name =
       absl::StrCat("select ", c.rows, " x ", c.pages, " pages, K ", c.num_select, c.from_l2 ? ", lse in L2" : "");
   if (!IsWanted(name)) return 0;
-  const size_t set_heads = static_cast<size_t>(c.rows) * kGroup,
-               set_bytes = set_heads * static_cast<size_t>(c.pages) * sizeof(float);
-  const size_t total = c.from_l2 ? 0 : size_t{400} << 20;
-  const size_t sets = std::clamp<size_t>(total / set_bytes + 1, 1, 64), heads = sets * set_heads;
-  const std::vector<float> pattern = RandomLse(c.pages);
-  const auto row_floats = static_cast<size_t>(c.pages);
-  DeviceArray<float> lse(std::max<size_t>(heads, kPattern) * row_floats);
-  lse.Upload(pattern);
-  for (size_t done = kPattern; done < heads; done *= 2)
-    KVD_CUDA_OK(cudaMemcpy(lse.data() + done * row_floats, lse.data(),
-                           std::min(done, heads - done) * row_floats * sizeof(float), cudaMemcpyDeviceToDevice));
-  const DeviceArray<int32_t> num_pages(std::vector<int32_t>(static_cast<size_t>(c.rows), c.pages));
-  const auto rows = static_cast<size_t>(c.rows);
-  const DeviceArray<int32_t> pages(rows * static_cast<size_t>(c.num_select)), num_selected(rows);
-  const DeviceArray<float> threshold(rows), log_norm(set_heads);
-  const DeviceArray<uint8_t> scratch(SelectGpuScratchBytes(c.rows, kGroup, c.pages));
-  const auto args = [&](size_t set) {
-    return SelectArgs{c.rows,
-                      1,
-                      kGroup,
-                      CombineRule::kShare,
-                      1,
-                      1,
-                      c.num_select,
-                      lse.data() + set * set_heads * row_floats,
-                      c.pages,
-                      num_pages.data(),
-                      nullptr,
-                      0,
-                      nullptr,
-                      nullptr,
-                      pages.data(),
-                      num_selected.data(),
-                      threshold.data(),
-                      log_norm.data(),
-                      nullptr,
-                      scratch.data()};
-  };
-  const int launches = static_cast<int>((20 + sets - 1) / sets * sets);
+  const SelectBuffers buffers(c, 1);
+  const int launches = buffers.NumLaunches();
   const double us = MedianUs(launches, [&](int i, cudaStream_t stream) {
-    KVD_CUDA_OK(LaunchSelect(args(static_cast<size_t>(i) % sets), stream));
+    KVD_CUDA_OK(LaunchSelect(buffers.Args(static_cast<size_t>(i) % buffers.sets), stream));
   });
-  const size_t last = static_cast<size_t>(launches - 1) % sets;
-  const int wrong = CountWrongRows(c, pattern, last * set_heads, pages.Download(), threshold.Download());
-  if (wrong != 0) std::fprintf(stderr, "WRONG: %s: %d rows differ from the reference\n", name.c_str(), wrong);
   report->Add({name, us, "us", 0, 0});
-  return wrong;
+  return buffers.CountWrong(name, static_cast<size_t>(launches - 1) % buffers.sets);
+}
+
+// The two selects of a progressive scan, lse in L2. Nothing refines between them, so that the second must choose what one
+// select over all pages does.
+int AddProgressive(int pages, Report* report) {
+  constexpr int kChosen = 2016, kMax = kChosen + 2;
+  const SelectCase c = {8, pages, 126, true};
+  const std::string name = absl::StrCat("select ", kChosen, " candidates of 8 x ", pages, " pages");
+  if (!IsWanted(name)) return 0;
+  const SelectBuffers buffers(c, kMax);
+  SelectArgs first = buffers.Args(0), second = first;
+  first.num_select = kChosen;
+  second.max_candidates = kMax;
+  second.candidates = buffers.candidates.data();
+  second.num_candidates = buffers.num_candidates.data();
+  const CandidateOut out = {kMax, buffers.candidates.data(), buffers.num_candidates.data()};
+  report->Add({name, MedianUs(20, [&](int, cudaStream_t stream) {
+                 KVD_CUDA_OK(LaunchSelectCandidates(first, out, stream));
+               }), "us", 0, 0});
+  report->Add({absl::StrCat(name, ", then K 126 among them"), MedianUs(20, [&](int, cudaStream_t stream) {
+                 KVD_CUDA_OK(LaunchSelectAmong(second, stream));
+               }), "us", 0, 0});
+  return buffers.CountWrong(name, 0);
 }
 
 // --- resolve ---------------------------------------------------------------------------------------
@@ -231,6 +275,8 @@ int AddSelectAndResolve(Report* report) {
   int wrong = 0;
   for (const bool from_l2 : {false, true}) {
     for (const auto& [rows, pages, num_select] : {std::tuple(8, 1024, 126),
+                                                  {8, 2048, 126},
+                                                  {8, 4096, 126},
                                                   {8, 8192, 126},
                                                   {8, 32768, 126},
                                                   {8, 65536, 126},
@@ -239,6 +285,7 @@ int AddSelectAndResolve(Report* report) {
                                                   {32, 65536, 126}})
       wrong += AddSelect({rows, pages, num_select, from_l2}, report);
   }
+  for (const int pages : {8192, 65536, 262144}) wrong += AddProgressive(pages, report);
   for (const ResolveCase& c : {ResolveCase{8, 126, 378}, {256, 126, 378}, {8, 1024, 4096}})
     wrong += AddResolve(c, report);
   return wrong;

@@ -40,10 +40,6 @@ struct LocalStep::Memory {
         capacities(std::vector<int64_t>(Rows(options), page_capacity)),
         num_pages(Rows(options)),
         rows(Rows(options)),
-        step(std::vector<uint64_t>{0}),
-        arena_lost(1),
-        figures(Rows(options)),
-        rotated(q_rows(shape, options) * static_cast<size_t>(shape.geometry.head_dim)),
         lse(q_rows(shape, options) * static_cast<size_t>(lse_stride)),
         select_scratch(SelectGpuScratchBytes(static_cast<int64_t>(kv_rows(shape, options)),
                                              shape.geometry.group(), lse_stride)),
@@ -51,8 +47,6 @@ struct LocalStep::Memory {
         num_selected(kv_rows(shape, options)),
         threshold(kv_rows(shape, options)),
         log_norm(q_rows(shape, options)),
-        chosen(kv_rows(shape, options) * static_cast<size_t>(chosen_per_row)),
-        num_chosen(kv_rows(shape, options)),
         candidates(kv_rows(shape, options) * static_cast<size_t>(candidates_per_row)),
         num_candidates(kv_rows(shape, options)),
         units(kv_rows(shape, options) * static_cast<size_t>(max_units) *
@@ -79,18 +73,12 @@ struct LocalStep::Memory {
   DeviceArray<int64_t> capacities;
   DeviceArray<int32_t> num_pages;
   DeviceArray<StepRow> rows;
-  DeviceArray<uint64_t> step;
-  DeviceArray<uint32_t> arena_lost;
-  DeviceArray<StepFigures> figures;
-  DeviceArray<uint16_t> rotated;
   DeviceArray<float> lse;
   DeviceArray<uint8_t> select_scratch;
   DeviceArray<int32_t> selected;
   DeviceArray<int32_t> num_selected;
   DeviceArray<float> threshold;
   DeviceArray<float> log_norm;
-  DeviceArray<int32_t> chosen;
-  DeviceArray<int32_t> num_chosen;
   DeviceArray<int32_t> candidates;
   DeviceArray<int32_t> num_candidates;
   DeviceArray<UnitRef> units;  // [L][N, heads, max_units]: all layers' are kept, to be checked
@@ -113,8 +101,6 @@ LocalStep::LocalStep(const WorkerShape& shape, const BatchOptions& options, int 
                   .group = shape.geometry.group(),
                   .head_dim = shape.geometry.head_dim,
                   .page_tokens = shape.geometry.page_tokens,
-                  .dtype = shape.geometry.dtype,
-                  .rotated = shape.geometry.rotated,
                   .cache_slots = 1,
                   .num_arenas = 0},
       rows_(Rows(options)) {}
@@ -202,8 +188,6 @@ void LocalStep::Fill() {
   m.coarse_at.Upload(coarse_of);
   m.fine_at.Upload(fine_of);
   m.num_pages.Upload(std::vector<int32_t>(Rows(options_), num_pages_));
-  m.arena_lost.Poison(0);
-  m.figures.Poison(0);
 }
 
 absl::Status LocalStep::BeginStep(cudaStream_t stream) {
@@ -213,11 +197,11 @@ absl::Status LocalStep::BeginStep(cudaStream_t stream) {
   return absl::OkStatus();
 }
 
-void LocalStep::Select(int layer, cudaStream_t stream) {
+void LocalStep::Select(int layer, const uint16_t* query, cudaStream_t stream) {
   Memory& m = *memory_;
   const KvGeometry& g = shape_.geometry;
   const size_t at = static_cast<size_t>(layer) * Rows(options_);
-  ScoreArgs score = ScoreArgsOf(shape_, options_.max_sequences, m.rotated.data());
+  ScoreArgs score = ScoreArgsOf(shape_, options_.max_sequences, query);
   score.coarse = m.coarse_at.data() + at;
   score.fine = m.fine_at.data() + at;
   score.page_capacity = m.capacities.data();
@@ -246,29 +230,15 @@ void LocalStep::Select(int layer, cudaStream_t stream) {
                        .scratch = m.select_scratch.data()};
   const CandidateLists lists = {.max_chosen = m.chosen_per_row,
                                 .max_candidates = m.candidates_per_row,
-                                .chosen = m.chosen.data(),
-                                .num_chosen = m.num_chosen.data(),
                                 .candidates = m.candidates.data(),
                                 .num_candidates = m.num_candidates.data()};
-  KVD_CUDA_OK(LaunchPageSelection(options_.step.scan, score, select, m.rows.data(), lists, stream));
+  KVD_CUDA_OK(LaunchPageSelection(options_.step.scan, score, select, lists, stream));
 }
 
 absl::Status LocalStep::Run(int layer, const BatchInput& input, const BatchOutput& output,
                             cudaStream_t stream) {
   Memory& m = *memory_;
-  KVD_CUDA_OK(LaunchBeginLayer({.shape = step_shape_,
-                                .layer = layer,
-                                .rows = m.rows.data(),
-                                .arenas = nullptr,
-                                .query = input.q,
-                                .k = input.k,
-                                .v = input.v,
-                                .rotated_query = m.rotated.data(),
-                                .step = m.step.data(),
-                                .arena_lost = m.arena_lost.data(),
-                                .figures = m.figures.data()},
-                               stream));
-  Select(layer, stream);
+  Select(layer, input.q, stream);
   const size_t lists = Memory::kv_rows(shape_, options_) * static_cast<size_t>(layer);
   UnitRef* units = m.units.data() + lists * static_cast<size_t>(max_units_);
   int32_t* num_units = m.num_units.data() + lists;
@@ -276,6 +246,8 @@ absl::Status LocalStep::Run(int layer, const BatchInput& input, const BatchOutpu
                                .layer = layer,
                                .max_selected = options_.step.budget,
                                .rows = m.rows.data(),
+                               .k = input.k,
+                               .v = input.v,
                                .selected = m.selected.data(),
                                .num_selected = m.num_selected.data(),
                                .max_units = max_units_,

@@ -51,7 +51,7 @@ class LocalStep {
   struct Memory;
   LocalStep(const WorkerShape& shape, const BatchOptions& options, int num_pages);
   void Fill();
-  void Select(int layer, cudaStream_t stream);
+  void Select(int layer, const uint16_t* query, cudaStream_t stream);
 
   const WorkerShape shape_;
   const BatchOptions options_;

@@ -1,5 +1,5 @@
-// The whole attention step of one layer with all KV in the GPU's own memory: append and rotate, score, select, attend
-// 2,048 tokens, by either scan of the records. What dense attention over the same tokens and the LOCKS authors' step
+// The whole attention step of one layer with all KV in the GPU's own memory: score, select, append, attend 2,048 tokens,
+// by either scan of the records. What dense attention over the same tokens and the LOCKS authors' step
 // (bench/peers) are compared with.
 //
 // usage: step_bench [--only=REGEX] [--json=FILE] [--commit=HASH]

@@ -4,14 +4,14 @@ namespace kvd {
 namespace {
 
 // Of an H200 (bench/results/step_bench.json): fixed cost of a scan over few pages, bytes a second of whole records and of
-// coarse parts; and what the second select, the candidates' list and refine cost beside their bytes, more of it for every
-// list and for every page of one.
+// coarse parts; and what the second select and refine cost beside their bytes, more of it for every list and for every
+// page of one.
 constexpr double kScanSeconds = 4e-6;
 constexpr double kFullRate = 4.1e12;
 constexpr double kCoarseRate = 3.9e12;
-constexpr double kRefineSeconds = 27e-6;
-constexpr double kListSeconds = 0.25e-6;
-constexpr double kPageSeconds = 13e-12;
+constexpr double kRefineSeconds = 17.5e-6;
+constexpr double kListSeconds = 0.07e-6;
+constexpr double kPageSeconds = 4e-12;
 
 }  // namespace
 
@@ -37,39 +37,24 @@ ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t nu
 }
 
 cudaError_t LaunchPageSelection(ScanMode scan, const ScoreArgs& score, const SelectArgs& select,
-                                const StepRow* rows, const CandidateLists& lists,
-                                cudaStream_t stream) {
+                                const CandidateLists& lists, cudaStream_t stream) {
   if (scan == ScanMode::kFull) {
     const cudaError_t scored = LaunchScoreFull(score, stream);
     return scored != cudaSuccess ? scored : LaunchSelect(select, stream);
   }
   SelectArgs choose = select;
   choose.num_select = lists.max_chosen;
-  choose.pages = lists.chosen;
-  choose.num_selected = lists.num_chosen;
   SelectArgs among = select;
   among.max_candidates = lists.max_candidates;
   among.candidates = lists.candidates;
   among.num_candidates = lists.num_candidates;
+  const CandidateOut out = {lists.max_candidates, lists.candidates, lists.num_candidates};
   cudaError_t error = LaunchScoreCoarse(score, stream);
-  if (error == cudaSuccess) error = LaunchSelect(choose, stream);
-  if (error == cudaSuccess) {
-    error = LaunchListCandidates({.num_rows = select.num_sequences,
-                                  .num_kv_heads = select.num_kv_heads,
-                                  .n_win = select.n_win,
-                                  .max_chosen = lists.max_chosen,
-                                  .max_candidates = lists.max_candidates,
-                                  .rows = rows,
-                                  .chosen = lists.chosen,
-                                  .num_chosen = lists.num_chosen,
-                                  .candidates = lists.candidates,
-                                  .num_candidates = lists.num_candidates},
-                                 stream);
-  }
+  if (error == cudaSuccess) error = LaunchSelectCandidates(choose, out, stream);
   if (error == cudaSuccess) {
     error = LaunchScoreRefine({score, lists.max_candidates, lists.candidates, lists.num_candidates}, stream);
   }
-  return error == cudaSuccess ? LaunchSelect(among, stream) : error;
+  return error == cudaSuccess ? LaunchSelectAmong(among, stream) : error;
 }
 
 }  // namespace kvd

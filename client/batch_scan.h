@@ -17,7 +17,6 @@
 #include "client/worker_shape.h"
 #include "kernels/score.h"
 #include "kernels/select.h"
-#include "kernels/step.h"
 
 namespace kvd {
 
@@ -32,17 +31,15 @@ ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t nu
 struct CandidateLists {
   int max_chosen = 0;      // StepOptions::candidates, at most the pages there are
   int max_candidates = 0;  // and the always-kept pages
-  int32_t* chosen = nullptr;          // [N, Hk, max_chosen]
-  int32_t* num_chosen = nullptr;      // [N, Hk]
   int32_t* candidates = nullptr;      // [N, Hk, max_candidates]
   int32_t* num_candidates = nullptr;  // [N, Hk]
 };
 
-// The pages of one layer: score and select, with the progressive scan the candidates between.
-// `select` names the lse of `score` and no candidates; `rows` [N] are the step's, read by the progressive scan only.
+// The pages of one layer: score and select, with the progressive scan both twice. `select` names the lse of `score` and no
+// candidates.
 // Stream: enqueues on `stream` only, capturable. Errors: the launchers'.
 [[nodiscard]] cudaError_t LaunchPageSelection(ScanMode scan, const ScoreArgs& score, const SelectArgs& select,
-                                              const StepRow* rows, const CandidateLists& lists, cudaStream_t stream);
+                                              const CandidateLists& lists, cudaStream_t stream);
 
 }  // namespace kvd
 

@@ -123,8 +123,6 @@ absl::Status DecodeBatch::Impl::Allocate() {
                 .group = g.group(),
                 .head_dim = g.head_dim,
                 .page_tokens = g.page_tokens,
-                .dtype = g.dtype,
-                .rotated = g.rotated,
                 .cache_slots = cache_slots,
                 .num_arenas = kMaxArenas};
   rows.resize(n);
@@ -142,7 +140,6 @@ absl::Status DecodeBatch::Impl::Allocate() {
   KVD_RETURN_IF_ERROR(Add(place, n, capacities, bytes));
   KVD_RETURN_IF_ERROR(Add(place, n, selectable, bytes));
   KVD_RETURN_IF_ERROR(Add(place, layers * lists, resolve_rows, bytes));
-  KVD_RETURN_IF_ERROR(Add(place, q_rows * static_cast<size_t>(g.head_dim), rotated, bytes));
   KVD_RETURN_IF_ERROR(Add(place, q_rows * static_cast<size_t>(lse_stride), lse, bytes));
   KVD_RETURN_IF_ERROR(
       Add(place, SelectGpuScratchBytes(static_cast<int64_t>(lists), g.group(), lse_stride),
@@ -152,8 +149,6 @@ absl::Status DecodeBatch::Impl::Allocate() {
   KVD_RETURN_IF_ERROR(Add(place, lists, threshold, bytes));
   KVD_RETURN_IF_ERROR(Add(place, q_rows, log_norm, bytes));
   if (scan == ScanMode::kProgressive) {
-    KVD_RETURN_IF_ERROR(Add(place, lists * static_cast<size_t>(max_chosen), chosen, bytes));
-    KVD_RETURN_IF_ERROR(Add(place, lists, num_chosen, bytes));
     KVD_RETURN_IF_ERROR(Add(place, lists * static_cast<size_t>(max_candidates), candidates, bytes));
     KVD_RETURN_IF_ERROR(Add(place, lists, num_candidates, bytes));
   }

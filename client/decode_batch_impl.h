@@ -137,15 +137,12 @@ struct DecodeBatch::Impl {
   PlacedArray<int64_t> capacities;         // [N]
   PlacedArray<const uint64_t*> selectable; // [N]
   PlacedArray<ResolveRow> resolve_rows;    // [L, N, heads]
-  PlacedArray<uint16_t> rotated;           // [N, H, D]
   PlacedArray<float> lse;                  // [N, H, lse_stride]
   PlacedArray<uint8_t> select_scratch;
   PlacedArray<int32_t> selected;           // [N, heads, K]
   PlacedArray<int32_t> num_selected;       // [N, heads]
   PlacedArray<float> threshold;            // [N, heads]
   PlacedArray<float> log_norm;             // [N, H]
-  PlacedArray<int32_t> chosen;             // [N, heads, max_chosen]
-  PlacedArray<int32_t> num_chosen;
   PlacedArray<int32_t> candidates;         // [N, heads, max_candidates]
   PlacedArray<int32_t> num_candidates;
   PlacedArray<int32_t> slots;              // [N, heads, K]

@@ -21,24 +21,23 @@ absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const Ba
     return absl::InvalidArgumentError(
         absl::StrCat("layers run in order: expected ", next_layer, ", got ", layer));
   }
-  const BeginLayerArgs begin = {.shape = step_shape,
-                                .layer = layer,
-                                .rows = tables.rows,
-                                .arenas = arena_table.data(),
-                                .query = input.q,
-                                .k = input.k,
-                                .v = input.v,
-                                .rotated_query = rotated.data(),
-                                .step = step.data(),
-                                .arena_lost = arena_lost.data(),
-                                .figures = figures.data()};
-  KVD_RETURN_IF_ERROR(GpuStatus(LaunchBeginLayer(begin, stream), kWhat));
-  KVD_RETURN_IF_ERROR(Select(layer, shape.geometry.rotated ? rotated.data() : input.q, stream));
+  if (layer == 0) {
+    const BeginStepArgs begin = {.num_rows = options.max_sequences,
+                                 .num_arenas = step_shape.num_arenas,
+                                 .arenas = arena_table.data(),
+                                 .step = step.data(),
+                                 .arena_lost = arena_lost.data(),
+                                 .figures = figures.data()};
+    KVD_RETURN_IF_ERROR(GpuStatus(LaunchBeginStep(begin, stream), kWhat));
+  }
+  KVD_RETURN_IF_ERROR(Select(layer, input.q, stream));
   const ResolveBatch resolve = ResolveOf(layer);
   KVD_RETURN_IF_ERROR(GpuStatus(LaunchResolve(resolve, stream), kWhat));
   const FetchArgs fetch = {.shape = step_shape,
                            .layer = layer,
                            .rows = tables.rows,
+                           .k = input.k,
+                           .v = input.v,
                            .arenas = arena_table.data(),
                            .arena_lost = arena_lost.data(),
                            .resolve = resolve,
@@ -114,11 +113,9 @@ absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStr
                        .scratch = select_scratch.data()};
   const CandidateLists lists = {.max_chosen = max_chosen,
                                 .max_candidates = max_candidates,
-                                .chosen = chosen.data(),
-                                .num_chosen = num_chosen.data(),
                                 .candidates = candidates.data(),
                                 .num_candidates = num_candidates.data()};
-  return GpuStatus(LaunchPageSelection(scan, score, select, tables.rows, lists, stream), kWhat);
+  return GpuStatus(LaunchPageSelection(scan, score, select, lists, stream), kWhat);
 }
 
 ResolveBatch DecodeBatch::Impl::ResolveOf(int layer) const {

@@ -4,7 +4,6 @@
 
 #include "client/step_args.h"
 #include "kernels/check.h"
-#include "kernels/rotate.h"
 #include "kernels/score.h"
 #include "proto/status.h"
 
@@ -33,9 +32,6 @@ absl::StatusOr<std::unique_ptr<Selector>> Selector::Make(const WorkerShape& shap
   const auto q_heads = static_cast<size_t>(shape.num_q_heads());
   const auto capacity = static_cast<size_t>(page_capacity);
   constexpr char kWhat[] = "selector";
-  KVD_ASSIGN_OR_RETURN(
-      s.rotated_,
-      Buffer<uint16_t>::Make(q_heads * static_cast<size_t>(shape.geometry.head_dim), kWhat));
   KVD_ASSIGN_OR_RETURN(s.lse_, Buffer<float>::Make(q_heads * capacity, kWhat));
   KVD_ASSIGN_OR_RETURN(s.pages_,
                        Buffer<int32_t>::Make(heads * static_cast<size_t>(s.max_budget_), kWhat));
@@ -57,16 +53,11 @@ absl::StatusOr<std::unique_ptr<Selector>> Selector::Make(const WorkerShape& shap
 const Selection& Selector::Run(int layer, SequencePages& pages, const uint16_t* q) {
   const KvGeometry& g = shape_.geometry;
   const int32_t num_pages = pages.num_pages();
-  const uint16_t* query = q;
-  if (g.rotated) {
-    RotateQuery(q, shape_.num_q_heads(), g.head_dim, g.dtype, rotated_.data());
-    query = rotated_.data();
-  }
   const uint8_t* coarse = pages.mirror().coarse(layer);
   const uint8_t* fine = pages.mirror().fine(layer);
   const int64_t capacity = page_capacity_;
   const uint64_t* selectable = pages.selectable();
-  ScoreArgs score = ScoreArgsOf(shape_, 1, query);
+  ScoreArgs score = ScoreArgsOf(shape_, 1, q);
   score.coarse = &coarse;
   score.fine = &fine;
   score.page_capacity = &capacity;

@@ -74,7 +74,6 @@ class Selector {
   int max_chosen_ = 0;      // candidates chosen by the coarse estimates
   int max_candidates_ = 0;  // and the always-kept pages
 
-  Buffer<uint16_t> rotated_;        // [query heads, D]
   Buffer<float> lse_;               // [query heads, P_cap]
   Buffer<int32_t> pages_;           // [heads, max_budget]
   Buffer<int32_t> num_selected_;    // [heads]

@@ -14,7 +14,7 @@
 
 namespace kvd {
 
-// What both have. `query` [num_sequences, query heads, D].
+// What both have. `query` [num_sequences, query heads, D], as the model has it.
 template <typename Args>
 Args ModelArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* query) {
   const KvGeometry& g = shape.geometry;
@@ -31,14 +31,14 @@ Args ModelArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* qu
   return args;
 }
 
-// `query` is rotated iff the records are.
+// Score rotates the query itself where the records are rotated.
 inline ScoreArgs ScoreArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* query) {
   auto args = ModelArgsOf<ScoreArgs>(shape, num_sequences, query);
   args.rank = shape.geometry.rank;
+  args.rotate_query = shape.geometry.rotated;
   return args;
 }
 
-// `query` is never rotated.
 inline AttendArgs AttendArgsOf(const WorkerShape& shape, int num_sequences, const uint16_t* query) {
   return ModelArgsOf<AttendArgs>(shape, num_sequences, query);
 }

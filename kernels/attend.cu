@@ -165,7 +165,9 @@ __global__ void __cluster_dims__(kParts / kEach, 1, 1) __launch_bounds__(kThread
   }
   __syncwarp();
   ptx::ClusterArrive();
+  AwaitParameters(args);
   WaitForPredecessor();
+  LetSuccessorStart();  // by the time that all have come here, all run: the next scan takes room that nobody else needs
   Tiles<kEach> tiles(args.units + row * args.max_units, args.max_units, warp * kParts + rank * kEach);
   tiles.SetCount(args.num_units[row]);
   const uint32_t area = ptx::SharedAddress(memory + warp * S::kWarpBytes);
@@ -181,7 +183,6 @@ __global__ void __cluster_dims__(kParts / kEach, 1, 1) __launch_bounds__(kThread
 #pragma unroll 1
       while (more && tiles.part() == part) AttendTile<S>(args, area, q, &tiles, &more, &state);
     }
-    if (part == kEach - 1) LetSuccessorStart();
     if (part > 0) __syncthreads();  // the last part's sums have been read
     HandOver<S, kEach>(args, state, reinterpret_cast<float*>(sums + warp * SumsStride<S, kEach>(args.group)), shared);
     __syncthreads();

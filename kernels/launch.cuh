@@ -3,9 +3,10 @@
 // and where it loses, is in kernels/README.md ("Launches").
 //
 // A kernel that is launched by LaunchOverlapped
-//   - calls WaitForPredecessor() in every thread before it reads or writes anything in global memory: until then
-//     nothing that earlier kernels wrote is there, and what they read must not change;
-//   - calls LetSuccessorStart() near its end. Not at once: CTAs that start in the room of the first few that end are
+//   - calls WaitForPredecessor() in every thread before it reads what the kernel just before it writes, or writes what that
+//     one reads or writes. What still earlier kernels wrote is there from the start: a kernel lets its successor start
+//     only after its own wait. A kernel that reads such things ahead says so in its header.
+//   - calls LetSuccessorStart() after that. Not always at once: CTAs that start in the room of the first few that end are
 //     dealt unevenly over the SMs, and hold that room while they wait.
 // The predecessor need not know: one that never calls LetSuccessorStart() does so by ending, and one that is no kernel
 // is waited for as ever. Since each kernel waits for its predecessor's end, all earlier ones have ended too.
@@ -17,6 +18,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 
 namespace kvd {
 
@@ -25,6 +27,17 @@ __device__ __forceinline__ void WaitForPredecessor() { asm volatile("griddepcont
 
 // The next kernel may start once every CTA of this one has come here or ended.
 __device__ __forceinline__ void LetSuccessorStart() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Waits for a kernel's parameters, which come by lines of 64 bytes: before WaitForPredecessor(), or each would be waited for
+// after it. They start 16 bytes into a line.
+template <class T>
+__device__ __forceinline__ void AwaitParameters(const T& args) {
+  constexpr int kWords = sizeof(T) / sizeof(uint32_t);
+  const auto* words = reinterpret_cast<const uint32_t*>(&args);
+#pragma unroll
+  for (int i = 0; i < kWords; i += 16) asm volatile("" ::"r"(words[i]) : "memory");
+  asm volatile("" ::"r"(words[kWords - 1]) : "memory");
+}
 
 // kernel<<<grid, threads, shared_bytes, stream>>>(args...), in clusters of `cluster` CTAs along x (0: as the kernel
 // was declared), with the rights and duties above.

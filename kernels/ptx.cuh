@@ -93,6 +93,10 @@ __device__ __forceinline__ void Send(int rank, void* place, const uint4& value, 
 __device__ __forceinline__ void AsyncCopy16(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
+// Copies 4 bytes.
+__device__ __forceinline__ void AsyncCopy4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
 // The thread's copies since the last call are a group from here on.
 __device__ __forceinline__ void AsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most the last kGroups groups of this thread are on their way.
@@ -194,6 +198,12 @@ __device__ __forceinline__ float QuadMax(float x) {
 // The floats of a pair of bf16 values, the low half first.
 __device__ __forceinline__ float2 Bf16Pair(uint32_t bits) {
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u)};
+}
+// The pair of two floats, each rounded to nearest even.
+__device__ __forceinline__ uint32_t ToBf16Pair(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
 }
 
 }  // namespace kvd::ptx

@@ -184,6 +184,7 @@ __device__ int FindOldest(int size, int need, uint64_t step, Shared* shared) {
 __global__ void __launch_bounds__(kMaxThreads) ResolveKernel(const __grid_constant__ ResolveBatch batch) {
   __shared__ Shared shared;
   const int64_t index = blockIdx.x;
+  AwaitParameters(batch);
   WaitForPredecessor();
   const ResolveRow row = batch.rows[index];
   const uint64_t step = *batch.step;

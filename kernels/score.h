@@ -5,7 +5,7 @@
 // Source: LOCKS (arXiv 2607.24555) section 3; the coarse scan is ours (kernels/README.md).
 //
 // Shapes (slowest to fastest)  dtype      notes
-//   query      [N, H, D]       bf16|fp16  q', rotated iff the records are (RotateQuery)
+//   query      [N, H, D]       bf16|fp16  q of the model, or q' already (see rotate_query)
 //   coarse     N x [Hk, P_cap] coarse     one base pointer a sequence, of this layer
 //   fine       N x [Hk, P_cap] fine       the same; unused by ScoreCoarse
 //   num_pages  [N]             int32
@@ -46,6 +46,8 @@ struct ScoreArgs {
   const int32_t* num_pages;
   int64_t lse_stride;            // P_max >= every num_pages[n]
   float* lse;
+  // The records are rotated and `query` is not: score rotates its own copy. The same bits as from what RotateQuery makes of it.
+  bool rotate_query = false;
 };
 
 // A list of pages per (sequence, KV head) whose estimate is to be replaced by the full one.
@@ -75,7 +77,9 @@ void ScoreRefine(const RefineArgs& args);
 // The same on the GPU: every pointer, and every pointer behind one, is to device memory. Record bases and
 // `query` are 16-byte aligned.
 // Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable. num_pages, num_candidates
-//           and the tables behind the pointers are read when the kernel runs, not when it is launched.
+//           and the tables behind the pointers are read when the kernel runs, not when it is launched. A full scan reads
+//           num_pages, page_capacity, the bases and its first records before the kernel that precedes it in the stream has
+//           ended: that one must not write them. Query and candidates may be its.
 // REQUIRES: 0 <= num_pages[n] <= min(lse_stride, page_capacity[n]); candidates are pages of their sequence.
 // Errors:   cudaErrorInvalidValue if a limit is violated, cudaErrorNotSupported for a geometry that is not built
 //           (kernels/built_geometries.h); nothing is enqueued then; else the launch's.

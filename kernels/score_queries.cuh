@@ -7,6 +7,7 @@
 
 #include <cuda_fp16.h>
 
+#include "kernels/rotate.cuh"
 #include "kernels/score_ring.cuh"
 
 namespace kvd::score {
@@ -44,8 +45,8 @@ __device__ __forceinline__ int DigitOf(int mma, int upper) {
   return mma;
 }
 
-// What a lane reads of the queries of a KV head. Apart from what is made of it, so that the first loads of all are on
-// their way before the ring's copies: behind those they take three times as long.
+// What a lane reads of the queries of a KV head. Apart from what is made of it, so that the first loads are on their way
+// before the ring's second copies: behind all of those they take three times as long.
 template <class S>
 struct QueryBits {
   uint4 at[S::kSets][S::kWords];
@@ -73,6 +74,48 @@ template <bool kBf16>
 __device__ __forceinline__ float2 PairOf(uint32_t bits) {
   if constexpr (kBf16) return ptx::Bf16Pair(bits);
   return __half22float2(*reinterpret_cast<const __half2*>(&bits));
+}
+
+// Two floats as a pair, rounded to nearest even.
+template <bool kBf16>
+__device__ __forceinline__ uint32_t BitsOf(float low, float high) {
+  if constexpr (kBf16) return ptx::ToBf16Pair(low, high);
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// What RotateQuery makes of the heads that a lane's quad has, in place: the same bits (of a NaN: some NaN's). Up to 4 heads
+// the lanes 16 apart have the same dims: each rotates half of them.
+template <class S, bool kBf16>
+__device__ __forceinline__ void RotateBits(uint4 (&bits)[S::kWords]) {
+  constexpr bool kShared = S::kPadded == 4 && S::kDim != 96;
+  constexpr int kMine = kShared ? S::kWords / 2 : S::kWords;
+  const bool is_upper = kShared && threadIdx.x % 32 >= 16;
+  float x[8 * kMine];
+#pragma unroll
+  for (int w = 0; w < kMine; ++w) {
+    const uint4 word = is_upper ? bits[(w + kMine) % S::kWords] : bits[w];
+    const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = PairOf<kBf16>(pairs[i]);
+      x[8 * w + 2 * i] = pair.x;
+      x[8 * w + 2 * i + 1] = pair.y;
+    }
+  }
+  rotation::Lanes<S::kDim, kShared ? 8 : 4>::Rotate(x);
+#pragma unroll
+  for (int w = 0; w < kMine; ++w) {
+    const uint4 mine = {BitsOf<kBf16>(x[8 * w], x[8 * w + 1]), BitsOf<kBf16>(x[8 * w + 2], x[8 * w + 3]),
+                        BitsOf<kBf16>(x[8 * w + 4], x[8 * w + 5]), BitsOf<kBf16>(x[8 * w + 6], x[8 * w + 7])};
+    bits[w] = mine;
+    if constexpr (kShared) {
+      const uint4 other = {__shfl_xor_sync(kAllLanes, mine.x, 16), __shfl_xor_sync(kAllLanes, mine.y, 16),
+                           __shfl_xor_sync(kAllLanes, mine.z, 16), __shfl_xor_sync(kAllLanes, mine.w, 16)};
+      bits[w] = is_upper ? other : mine;
+      bits[w + kMine] = is_upper ? mine : other;
+    }
+  }
 }
 
 // One digit of four numbers as four int8 values: byte `byte` of each.
@@ -153,15 +196,21 @@ __device__ __forceinline__ void AddQueries(const ScoreArgs& args, const uint4 (&
   q->half_norm[set] = fminf(.5f * kLog2e * (ptx::QuadSum(squares) * undo * scale) * (undo * scale), kMaxFloat);
 }
 
+template <class S, bool kBf16>
+__device__ __forceinline__ void AddRotated(const ScoreArgs& args, uint4 (&bits)[S::kWords], int set, Queries<S>* q) {
+  if (args.rotate_query) RotateBits<S, kBf16>(bits);
+  AddQueries<S, kBf16>(args, bits, set, q);
+}
+
 template <class S>
-__device__ __forceinline__ Queries<S> MakeQueries(const ScoreArgs& args, const QueryBits<S>& read) {
+__device__ __forceinline__ Queries<S> MakeQueries(const ScoreArgs& args, QueryBits<S> read) {
   Queries<S> q = {};
 #pragma unroll
   for (int set = 0; set < S::kSets; ++set) {
     if (args.dtype == KvDtype::kBf16) {
-      AddQueries<S, true>(args, read.at[set], set, &q);
+      AddRotated<S, true>(args, read.at[set], set, &q);
     } else {
-      AddQueries<S, false>(args, read.at[set], set, &q);
+      AddRotated<S, false>(args, read.at[set], set, &q);
     }
   }
   return q;

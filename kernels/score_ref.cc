@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "kernels/check.h"
+#include "kernels/rotate.h"
 #include "kernels/score.h"
 #include "kernels/simd.h"
 
@@ -29,9 +30,10 @@ struct Rows {
   const uint8_t* fine[simd::kMaxLanes];
 };
 
-// The working set of one KV head: 30 KiB at most, most of it in L1.
+// The working set of one KV head: 38 KiB at most, most of it in L1.
 struct Workspace {
   SummaryLayout layout;
+  uint16_t rotated[simd::kMaxGroup * simd::kMaxHeadDim];  // queries, where score rotates them
   simd::LaneQuery query;
   simd::LaneModes modes;
   const int32_t* bases[simd::kMaxRank];
@@ -115,8 +117,12 @@ struct Head {
 Head OpenHead(const ScoreArgs& a, Scan scan, int n, int hk, Workspace* w) {
   const int64_t record = a.page_capacity[n] * hk;
   const int64_t row = (static_cast<int64_t>(n) * a.num_kv_heads + hk) * a.group;
-  simd::PrepareQuery(a.query + row * a.head_dim, a.group, a.head_dim, a.dtype, a.softmax_scale,
-                     &w->query);
+  const uint16_t* query = a.query + row * a.head_dim;
+  if (a.rotate_query) {
+    RotateQuery(query, a.group, a.head_dim, a.dtype, w->rotated);
+    query = w->rotated;
+  }
+  simd::PrepareQuery(query, a.group, a.head_dim, a.dtype, a.softmax_scale, &w->query);
   return {a.coarse[n] + record * w->layout.coarse_bytes,
           scan == Scan::kCoarse ? nullptr : a.fine[n] + record * w->layout.fine_bytes,
           a.lse + row * a.lse_stride};

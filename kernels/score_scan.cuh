@@ -58,13 +58,20 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
     ptx::BarrierInitFence();
   }
   __syncwarp();
-  WaitForPredecessor();
+  AwaitParameters(args);
+  // What a full scan reads first is older than the predecessor; a refining scan's candidates may be its.
+  const bool reads_ahead = !S::kOnlyCoarse && args.candidates == nullptr;
+  if (!reads_ahead) WaitForPredecessor();
   Source ahead = {};
   const int run = TakeRun<S>(args, &ahead);
   Place place = ahead.place;
+  if (reads_ahead) {
+    if (run > 0) StartCopy<S>(args, ahead, ring, full);
+    WaitForPredecessor();
+  }
   QueryBits<S> bits = {};
   if (run > 0) bits = FetchQueries<S>(args.score, place.row);
-  for (int i = 0; i < S::kStages && i < run; ++i) {
+  for (int i = reads_ahead ? 1 : 0; i < S::kStages && i < run; ++i) {
     if (i > 0) Advance<S>(args, S::kWarps, &ahead);
     StartCopy<S>(args, ahead, ring + i * S::kStageBytes, full + i);
   }
@@ -119,7 +126,13 @@ cudaError_t LaunchScan(const KernelArgs& args, cudaStream_t stream) {
   if (pieces > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   // At least a warp for every piece, up to what fits on the device at once.
   const int64_t ctas = std::clamp<int64_t>((pieces + S::kWarps - 1) / S::kWarps, 1, num_sms * S::kCtasPerSm);
-  return LaunchOverlapped(ScanKernel<S>, static_cast<unsigned>(ctas), S::kThreads, S::kSharedBytes, 0, stream, args);
+  // A coarse scan does not start early: runs are dealt evenly, so of its two CTAs an SM the late one would be alone at the end.
+  if constexpr (S::kOnlyCoarse) {
+    ScanKernel<S><<<static_cast<unsigned>(ctas), S::kThreads, S::kSharedBytes, stream>>>(args);
+    return cudaGetLastError();
+  } else {
+    return LaunchOverlapped(ScanKernel<S>, static_cast<unsigned>(ctas), S::kThreads, S::kSharedBytes, 0, stream, args);
+  }
 }
 
 template <int D, int B, int R, bool kCoarse>

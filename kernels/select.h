@@ -81,6 +81,21 @@ size_t SelectGpuScratchBytes(int64_t num_rows, int group, int64_t lse_stride);
 //           in 4..kMaxPages, a count is negative (or one of sequences or KV heads above 65535) or the rule is unknown
 //           (nothing is enqueued); else the launch's.
 [[nodiscard]] cudaError_t LaunchSelect(const SelectArgs& args, cudaStream_t stream);
+
+// The two selects of a progressive scan, around LaunchScoreRefine (kernels/score.h). The first lists as candidates what
+// may still be selected, with the pages that are always kept.
+struct CandidateOut {
+  int max_candidates;       // C >= num_select + n_sink + n_win
+  int32_t* candidates;      // [N, Hk, C] sinks, the num_select best pages, window: ascending
+  int32_t* num_candidates;  // [N, Hk]
+};
+// Of `args.pages`, `num_selected` and `threshold` nothing is written; args names no candidates. Leaves in the scratch what
+// the second needs: no other launch may use it between them.
+[[nodiscard]] cudaError_t LaunchSelectCandidates(const SelectArgs& args, const CandidateOut& out, cudaStream_t stream);
+// LaunchSelect among these candidates (args.candidates), of rows that differ from those of the first in the candidates' lse
+// only; the sequences' tables have not changed. It need not read the other pages again: log_norm is within the same
+// limits as if it had. num_faults: of the candidates' NaNs.
+[[nodiscard]] cudaError_t LaunchSelectAmong(const SelectArgs& args, cudaStream_t stream);
 #endif
 }  // namespace kvd
 

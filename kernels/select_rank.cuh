@@ -4,31 +4,10 @@
 #ifndef LOCKS_KVD_KERNELS_SELECT_RANK_CUH_
 #define LOCKS_KVD_KERNELS_SELECT_RANK_CUH_
 
+#include "kernels/select_lists.cuh"
 #include "kernels/select_scores.cuh"
 
 namespace kvd::select {
-
-// Score and page as one number of the order in which pages are chosen: larger first.
-constexpr int kPageBits = 20;
-static_assert(kMaxPages == 1 << kPageBits);
-__device__ __forceinline__ uint64_t Pair(uint32_t key, int page) {
-  return static_cast<uint64_t>(key) << kPageBits | static_cast<uint32_t>(kMaxPages - 1 - page);
-}
-__device__ __forceinline__ uint32_t KeyOf(uint64_t pair) { return static_cast<uint32_t>(pair >> kPageBits); }
-__device__ __forceinline__ int PageOf(uint64_t pair) {
-  return kMaxPages - 1 - static_cast<int>(pair & (kMaxPages - 1));
-}
-
-// The weakest page chosen is one of the pairs in [low, high]; all above it are chosen. The same in every CTA of
-// the cluster but for the last two fields.
-struct Cut {
-  uint64_t low, high;
-  uint32_t count;         // pages to choose
-  uint32_t above;         // pairs above `high`
-  uint32_t inside;        // pairs in [low, high]
-  uint32_t lower_above;   // pairs above `high` in CTAs of lower rank
-  uint32_t lower_inside;  // and in [low, high]
-};
 
 // The pairs of the slice's pages that matter, by threads: Visit(pair) for each. Where they are more than the list
 // holds, scores are computed again.
@@ -123,28 +102,16 @@ __device__ inline Cut FindCut(const SelectArgs& args, const Tables& tables, cons
   Found found = ExchangeCounts(plan, s, static_cast<uint32_t>(args.num_select), level, shared);
   Cut cut = {};
   if (found.bin < 0) return cut;
-  cut = {Pair(LowKeyOf(found.bin), kMaxPages - 1),
-         Pair(HighKeyOf(found.bin), 0),
-         found.need,
-         found.above,
-         found.inside,
-         found.lower_above,
-         found.lower_inside};
+  cut = CutAt(found);
 #pragma unroll 1
   while (cut.inside > kContenders) {
-    const int shift = max(0, 64 - __clzll(static_cast<long long>(cut.high - cut.low)) - 8);
+    const int shift = FineShiftOf(cut);
     ForEachPair(args, tables, plan, s, *shared, last_bin, [&](uint64_t pair) {
-      if (pair >= cut.low && pair <= cut.high)
-        atomicAdd(&shared->counts[kBins - 1 - ((pair - cut.low) >> shift)], 1u);
+      if (pair >= cut.low && pair <= cut.high) atomicAdd(&shared->counts[FineBinOf(cut, shift, pair)], 1u);
     });
     __syncthreads();
     found = ExchangeCounts(plan, s, cut.count - cut.above, ++level, shared);
-    cut.low += static_cast<uint64_t>(kBins - 1 - found.bin) << shift;
-    cut.high = min(cut.high, cut.low + ((uint64_t{1} << shift) - 1));
-    cut.above += found.above;
-    cut.lower_above += found.lower_above;
-    cut.inside = found.inside;
-    cut.lower_inside = found.lower_inside;
+    Narrow(found, shift, &cut);
   }
   return cut;
 }
@@ -196,8 +163,8 @@ __device__ inline int RankContenders(const Slice& s, const Cut& cut, Shared* sha
   return static_cast<int>(cut.lower_above) + __syncthreads_count(lower);
 }
 
-// Writes the slice's chosen pages in order, from place `at` of the row's list on.
-__device__ inline void WritePages(const SelectArgs& args, const Slice& s, int at, Shared* shared) {
+// Writes the slice's chosen pages in order, from place `at` of `out` on; returns how many.
+__device__ inline int WritePages(const Slice& s, int at, int32_t* out, Shared* shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int words = (s.own_pages + 31) / 32, each = (words + kThreads - 1) / kThreads;
   const int first = static_cast<int>(threadIdx.x) * each, end = min(first + each, words);
@@ -212,27 +179,33 @@ __device__ inline void WritePages(const SelectArgs& args, const Slice& s, int at
   }
   if (lane == 31) shared->scan[warp].x = static_cast<uint32_t>(through);
   __syncthreads();
-  at += static_cast<int>(__reduce_add_sync(kAllLanes, lane < warp ? shared->scan[lane].x : 0));
-  if (num == 0) return;
-  int32_t* out = args.pages + s.row.index * args.num_select + at + (through - num);
+  const uint32_t sum = lane < kWarps ? shared->scan[lane].x : 0;
+  out += at + through - num + static_cast<int>(__reduce_add_sync(kAllLanes, lane < warp ? sum : 0));
 #pragma unroll 1
   for (int w = first; w < end; ++w)
 #pragma unroll 1
     for (uint32_t bits = s.chosen[w]; bits != 0; bits &= bits - 1)
       *out++ = s.first_page + 32 * w + __ffs(static_cast<int>(bits)) - 1;
+  return static_cast<int>(__reduce_add_sync(kAllLanes, sum));
 }
 
-__device__ inline void FinishRow(const SelectArgs& args, const Plan& plan, const Slice& s, const Cut& cut,
-                                 const Shared& shared) {
-  int32_t* pages = args.pages + s.row.index * args.num_select;
+// Leaves the shares of the CTA's candidates: the `num` pages at `own`, with those that are always kept the first CTA's.
+__device__ inline void SumShares(const SelectArgs& args, const Plan& plan, const Slice& s, const Lists& lists,
+                                 const int32_t* own, int num, Shared* shared) {
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int all = num + (s.rank == 0 ? NumKept(s.row) : 0);
+  __syncthreads();  // the list is written
 #pragma unroll 1
-  for (int64_t i = int64_t{cut.count} + s.rank * kThreads + static_cast<int>(threadIdx.x); i < args.num_select;
-       i += plan.cluster * kThreads)
-    pages[i] = -1;
-  if (s.rank != 0 || threadIdx.x != 0) return;
-  args.num_selected[s.row.index] = static_cast<int32_t>(cut.count);
-  const float mean = args.rule == CombineRule::kShare ? logf(static_cast<float>(args.group)) : 0.0f;
-  args.threshold[s.row.index] = cut.count == 0 ? -NegativeInfinity() : FromOrderedKey(KeyOf(shared.weakest)) - mean;
+  for (int g = 0; g < args.group; ++g) {
+    uint32_t sum = 0;
+#pragma unroll 2
+    for (int i = thread; i < all; i += kThreads) {
+      const int page = i < num ? own[i] : KeptPage(s.row, i - num);
+      sum += ShareOf(s.row.lse[g * args.lse_stride + page], shared->norm[g]);
+    }
+    AddShares(sum, &shared->shares[g]);
+  }
+  PutShares(args, lists, s.row, shared->norm, s.rank, plan.cluster, shared->shares);
 }
 
 }  // namespace kvd::select

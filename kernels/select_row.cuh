@@ -2,9 +2,8 @@
 //
 // A row's pages are cut into at most kMaxPieces pieces of a size that depends on num_pages alone; a piece is the work
 // of one warp. Four neighbouring pages are a quad, which a lane reads with one load. A lane's quads of a piece form one
-// group, or four. First each head's values are scanned for every piece's state and the best value in each group, among
-// pages that may be chosen: by the kernel that needs them, or, of long rows, by one that goes before and leaves them in
-// `scratch`.
+// group, or four. First each head's values are scanned for every piece's state; of rows of many pages by a kernel that goes
+// before, and leaves in `scratch` the states and the best value in each group, among pages that may be chosen.
 // Repeatability: a piece's state is made in one order: every lane its own pages, then the lanes together. So Z_g and
 // all that follows depends on the row's values alone. Device code only. Internal to select.cu.
 
@@ -54,8 +53,8 @@ __host__ __device__ inline int PieceShiftOf(int num_pages) {
 struct Tables {
   int max_pieces;   // of a row of lse_stride pages
   int group_shift;  // log2 of a piece's groups: 5, or 7 if a lane has four
-  State* states;    // [rows, G, max_pieces] of long rows
-  float* best;      // [rows, G, max_pieces, groups] of long rows
+  State* states;    // [rows, G, max_pieces]
+  float* best;      // [rows, G, max_pieces, groups]
   __host__ __device__ bool is_fine() const { return group_shift > 5; }
   __host__ __device__ int piece_groups() const { return 1 << group_shift; }
 };

@@ -7,72 +7,28 @@
 #ifndef LOCKS_KVD_KERNELS_SELECT_SCORES_CUH_
 #define LOCKS_KVD_KERNELS_SELECT_SCORES_CUH_
 
+#include "kernels/select_keys.cuh"
 #include "kernels/select_scan.cuh"
 #include "kernels/select_slice.cuh"
 
 namespace kvd::select {
 
-// An unsigned integer of the same order; never 0.
-__device__ __forceinline__ uint32_t OrderedKey(float x) {
-  const int bits = __float_as_int(x + 0.0f);  // -0 becomes 0
-  return max(static_cast<uint32_t>(bits ^ ((bits >> 31) | static_cast<int>(0x80000000u))), 1u);
-}
-__device__ __forceinline__ float FromOrderedKey(uint32_t key) {
-  return __uint_as_float((key & 0x80000000u) != 0 ? key ^ 0x80000000u : ~key);
-}
-
 // --- norms -----------------------------------------------------------------------------------------
 
-// A short row: makes the slice's states, for all CTAs, and its best values. REQUIRES: all CTAs of the cluster run.
-__device__ inline void ScanSlice(const SelectArgs& args, const Tables& tables, const Plan& plan, const Slice& s,
-                                 Shared* shared) {
-  const int lane = threadIdx.x % 32;
-  if (threadIdx.x == 0)
-    ExpectFromAll(plan.cluster == 1, &shared->states_here, static_cast<uint32_t>(s.row.num_pieces * args.group) * 8);
-#pragma unroll 1
-  for (int task = static_cast<int>(threadIdx.x) / 32; task < s.own_pieces * args.group; task += kWarps) {
-    const int head = task / s.own_pieces, piece = task % s.own_pieces;
-    const Piece found = ScanPiece(args, s.row, head, s.first_piece + piece);
-    if (plan.heads != 0)
-      PutBest(tables, found, s.best + head * plan.slice_groups + piece * tables.piece_groups());
-    auto* out = reinterpret_cast<uint64_t*>(s.states + head * tables.max_pieces + s.first_piece + piece);
-    const uint64_t bits =
-        static_cast<uint64_t>(__float_as_uint(found.state.sum)) << 32 | __float_as_uint(found.state.max);
-    if (lane < plan.cluster) SendTo(plan.cluster == 1, lane, out, bits, &shared->states_here);
-  }
-  WaitForAll(plan.cluster == 1, &shared->states_here, 0);
-}
-
 // Z_g from the states of all pieces, a warp a head, into shared->norm.
-__device__ inline void MergeStates(const SelectArgs& args, const Tables& tables, const Plan& plan, const Slice& s,
-                                   Shared* shared) {
+__device__ inline void FindNorms(const SelectArgs& args, const Tables& tables, const Slice& s, Shared* shared) {
   const int lane = threadIdx.x % 32, g = threadIdx.x / 32;
   if (g >= args.group) return;
-  const State* states = plan.is_short ? s.states + g * tables.max_pieces
-                                      : tables.states + (s.row.index * args.group + g) * tables.max_pieces;
-  State all[kMaxPieces / 32];
-  float max = NegativeInfinity(), sum = 0;
-#pragma unroll
-  for (int i = 0; i < kMaxPieces / 32; ++i) {
-    const int piece = 32 * i + lane;
-    all[i] = piece < s.row.num_pieces ? states[piece] : State{NegativeInfinity(), 0};
-  }
-#pragma unroll
-  for (const State& state : all) max = fmaxf(max, state.max);
-  max = WarpMax(max);
-  const float shift = max == NegativeInfinity() ? 0.0f : max;
-#pragma unroll
-  for (const State& state : all) sum += state.sum * ptx::Exp2((state.max - shift) * kLog2e);
-  sum = WarpSum(sum);
-  const float norm = max == NegativeInfinity() ? max : max + logf(sum);
+  const State* states = tables.states + (s.row.index * args.group + g) * tables.max_pieces;
+  const float norm = NormOf(MergePieces(states, s.row.num_pieces));
   if (lane == 0) {
-    shared->norm[g] = max == NegativeInfinity() ? -max : norm;
+    shared->norm[g] = Offset(norm);
     if (s.rank == 0) args.log_norm[s.row.index * args.group + g] = norm;
   }
 }
 
 // kPeak: puts the maxima over sinks and selectable pages in place of the norms, a warp a head; for comparison only, so
-// not tuned. REQUIRES: no short row.
+// not tuned.
 __device__ __noinline__ void TakePeaks(const SelectArgs& args, const Tables& tables, const Slice& s, Shared* shared) {
   const int lane = threadIdx.x % 32, g = threadIdx.x / 32;
   if (g >= args.group) return;
@@ -83,71 +39,10 @@ __device__ __noinline__ void TakePeaks(const SelectArgs& args, const Tables& tab
 #pragma unroll 1
   for (int p = lane; p < s.row.first_selectable; p += 32) peak = fmaxf(peak, s.row.lse[g * args.lse_stride + p]);
   peak = WarpMax(peak);
-  if (lane == 0) shared->norm[g] = peak == NegativeInfinity() ? -peak : peak;
+  if (lane == 0) shared->norm[g] = Offset(peak);
 }
 
 // --- bounds ----------------------------------------------------------------------------------------
-
-// 32 bins for each octave of -score from 1 to 240, the best bin first; the last takes all that is worse.
-constexpr int kBinShift = 18;
-constexpr int kFirstBin = 127 << (23 - kBinShift);
-constexpr int kLastBin = kBins - 1;
-__device__ __forceinline__ int BinOf(float score) {
-  const int depth =
-      __float_as_int(score) ^ static_cast<int>(0x80000000u);  // the bits of -score; below 0 for scores above 0
-  return min(max((depth >> kBinShift) - kFirstBin, 0), kLastBin);
-}
-// The keys of a bin's weakest and best scores.
-__device__ __forceinline__ uint32_t LowKeyOf(int bin) {
-  return bin == kLastBin ? 1u : 0x7FFFFFFFu - ((static_cast<uint32_t>(kFirstBin + bin + 1) << kBinShift) - 1);
-}
-__device__ __forceinline__ uint32_t HighKeyOf(int bin) {
-  return bin == 0 ? 0xFFFFFFFFu : 0x7FFFFFFFu - (static_cast<uint32_t>(kFirstBin + bin) << kBinShift);
-}
-
-constexpr float kLowest = -3.402823466e38f;
-
-// Four neighbours' best shares and scores, ln sum_g exp(x_g - norm_g) in the order of the heads.
-struct Scores {
-  float top[kQuad];
-  float score[kQuad];
-};
-
-// `values`: of head 0, those of a head `stride` after the last's. NaN counts as -inf.
-__device__ __forceinline__ Scores ScoresOf(const SelectArgs& args, const Shared& shared, const float* values,
-                                           int64_t stride) {
-  constexpr int kHeads = 4;  // at a time
-  Scores s = {{kLowest, kLowest, kLowest, kLowest}, {0, 0, 0, 0}};
-#pragma unroll 1
-  for (int first = 0; first < args.group; first += kHeads) {
-    float x[kHeads][kQuad];
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      const int g = min(first + h, args.group - 1);
-      const float4 v = *reinterpret_cast<const float4*>(values + g * stride);
-      const float norm = first + h < args.group ? shared.norm[g] : -NegativeInfinity();
-      x[h][0] = fmaxf(v.x - norm, NegativeInfinity());
-      x[h][1] = fmaxf(v.y - norm, NegativeInfinity());
-      x[h][2] = fmaxf(v.z - norm, NegativeInfinity());
-      x[h][3] = fmaxf(v.w - norm, NegativeInfinity());
-    }
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      const float top = fmaxf(fmaxf(fmaxf(s.top[i], x[0][i]), fmaxf(x[1][i], x[2][i])), x[3][i]);
-      s.score[i] *= ptx::Exp2((s.top[i] - top) * kLog2e);
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) s.score[i] += ptx::Exp2((x[h][i] - top) * kLog2e);
-      s.top[i] = top;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    // The sum is 0 or at least 1: no rounding puts a score below its top, on which the bound relies.
-    const float log2 = ptx::Log2(s.score[i]);
-    s.score[i] = fmaf(s.score[i] >= 1 ? fmaxf(log2, 0) : log2, kLn2, s.top[i]);
-  }
-  return s;
-}
 
 // Of the slice's groups: counts the bins of the best shares, which K pages reach; and leaves the bins of what no page
 // of the group exceeds, the score that a page with the best values of all heads would have.
@@ -156,7 +51,7 @@ __device__ inline void BinGroups(const SelectArgs& args, const Plan& plan, const
   const int64_t stride = plan.heads != 0 ? int64_t{plan.slice_groups} : s.head_stride;
 #pragma unroll 1
   for (int e = kQuad * static_cast<int>(threadIdx.x); e < s.own_groups; e += kQuad * kThreads) {
-    const Scores scores = ScoresOf(args, *shared, values + e, stride);
+    const Scores scores = ScoresOf(args.group, shared->norm, values + e, stride);
     uint32_t bins = 0;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
@@ -213,7 +108,7 @@ __device__ __forceinline__ void ForEachScore(const SelectArgs& args, const Table
       quad = QuadAt(tables, s, shift, i);
     }
     if (quad.allowed == 0) continue;
-    const Scores scores = ScoresOf(args, shared, s.row.lse + quad.page, args.lse_stride);
+    const Scores scores = ScoresOf(args.group, shared.norm, s.row.lse + quad.page, args.lse_stride);
     uint32_t which = 0;
 #pragma unroll
     for (int k = 0; k < kQuad; ++k) which |= BinOf(scores.score[k]) <= last ? 1u << k : 0;

@@ -1,16 +1,15 @@
-// One CTA's slice of a row: where it lies, and how CTAs of a cluster write into each other. A CTA takes consecutive
-// pieces. Device code only. Internal to select.cu.
+// One CTA's slice of a row of many pages: where it lies. A CTA takes consecutive pieces. Device code only. Internal to
+// select.cu.
 
 #ifndef LOCKS_KVD_KERNELS_SELECT_SLICE_CUH_
 #define LOCKS_KVD_KERNELS_SELECT_SLICE_CUH_
 
-#include "kernels/select_row.cuh"
+#include "kernels/select_keys.cuh"
 
 namespace kvd::select {
 
 // Byte offsets in a CTA's shared memory of what follows Shared, 16-byte aligned.
 struct Offsets {
-  int states;    // State [G][max_pieces], from all; of short rows
   int received;  // uint32 [2][cluster][kBins], from all
   int chosen;    // bitset over the slice's pages
   int bins;      // uint8 [slice_groups]
@@ -23,7 +22,6 @@ struct Offsets {
 
 // How SelectKernel is laid out; made on the host.
 struct Plan {
-  bool is_short;     // the row's states and best values are made here, not by ScanKernel
   int cluster;       // CTAs a row
   int slice_pages;   // the longest slice that lse_stride allows, at most kMaxSlice
   int slice_groups;  // its groups
@@ -33,25 +31,16 @@ struct Plan {
 };
 constexpr int kMaxSlice = 65536;
 
-// Where the page that is `need`-th from the best lies, among counted bins.
-struct Found {
-  int bin;               // -1: nothing was counted
-  uint32_t need;         // min(at most, counted)
-  uint32_t above;        // counted in better bins
-  uint32_t inside;       // in the bin
-  uint32_t lower_above;  // in better bins, by CTAs of lower rank
-  uint32_t lower_inside;
-};
-
 // What the CTAs of a cluster write into each other is marked "from all".
 struct Shared {
   uint64_t landed[kMaxGroup];                // barriers of the bulk copies, one a head
-  uint64_t states_here, counts_here[2], contenders_here;  // barriers of what comes from all
+  uint64_t counts_here[2], contenders_here;  // barriers of what comes from all
   float norm[kMaxGroup];                     // what is taken off a head's lse; +inf for a head without mass
   alignas(16) uint32_t counts[kBins];        // of the slice's keys
   alignas(16) uint64_t mine[kContenders];
   alignas(16) uint64_t contenders[kContenders];  // from all
   uint2 scan[kWarps];
+  uint32_t shares[kMaxGroup];                // of the slice's candidates
   Found found;
   uint32_t num_passing;
   uint32_t num_listed;
@@ -68,7 +57,6 @@ struct Slice {
   const float* table;  // best values of the slice's first group, head 0, in global memory; heads are head_stride apart
   int64_t head_stride;
   float* best;         // the same in shared memory, heads slice_groups apart
-  State* states;
   uint32_t* chosen;
   uint8_t* bins;
   uint16_t* passing;
@@ -94,7 +82,6 @@ __device__ inline Slice MakeSlice(const SelectArgs& args, const Tables& tables, 
   s.head_stride = int64_t{tables.max_pieces} * tables.piece_groups();
   s.table = tables.best + s.row.index * args.group * s.head_stride + int64_t{s.first_piece} * tables.piece_groups();
   s.best = reinterpret_cast<float*>(memory + plan.at.best);
-  s.states = reinterpret_cast<State*>(memory + plan.at.states);
   s.chosen = reinterpret_cast<uint32_t*>(memory + plan.at.chosen);
   s.bins = memory + plan.at.bins;
   s.passing = reinterpret_cast<uint16_t*>(memory + plan.at.passing);
@@ -107,40 +94,15 @@ __device__ inline Slice MakeSlice(const SelectArgs& args, const Tables& tables, 
 // Starts the copy of the slice's best values, a warp a head. REQUIRES: the barriers are initialised.
 __device__ inline void StartCopies(const SelectArgs& args, const Plan& plan, const Slice& s, Shared* shared) {
   const int head = threadIdx.x / 32;
-  if (plan.is_short || plan.heads == 0 || head >= args.group || threadIdx.x % 32 != 0 || s.own_groups == 0) return;
+  if (plan.heads == 0 || head >= args.group || threadIdx.x % 32 != 0 || s.own_groups == 0) return;
   const auto bytes = static_cast<uint32_t>(s.own_groups) * 4;
   ptx::BarrierExpect(&shared->landed[head], bytes);
   ptx::BulkCopy(s.best + head * plan.slice_groups, s.table + head * s.head_stride, bytes, &shared->landed[head]);
 }
 __device__ inline void WaitForCopies(const SelectArgs& args, const Plan& plan, const Slice& s, Shared* shared) {
-  if (plan.is_short || plan.heads == 0 || s.own_groups == 0) return;
+  if (plan.heads == 0 || s.own_groups == 0) return;
 #pragma unroll 1
   for (int g = 0; g < args.group; ++g) ptx::BarrierWait(&shared->landed[g], 0);
-}
-
-// --- writing into the shared memory of another CTA --------------------------------------------------
-
-// What is written this way counts towards the bytes that `barrier` of the same CTA expects. A CTA that is alone in
-// its cluster writes its own memory as usual and waits for its own threads: Send wants two CTAs at least.
-template <class T>
-__device__ __forceinline__ void SendTo(bool alone, int rank, T* place, const T& value, const uint64_t* barrier) {
-  if (alone) {
-    *place = value;
-  } else {
-    ptx::Send(rank, place, value, barrier);
-  }
-}
-
-__device__ __forceinline__ void ExpectFromAll(bool alone, uint64_t* barrier, uint32_t bytes) {
-  if (!alone) ptx::BarrierExpect(barrier, bytes);
-}
-// REQUIRES: called by all threads of the CTA.
-__device__ __forceinline__ void WaitForAll(bool alone, uint64_t* barrier, uint32_t parity) {
-  if (alone) {
-    __syncthreads();
-  } else {
-    ptx::BarrierWait(barrier, parity);
-  }
 }
 
 }  // namespace kvd::select

@@ -1,8 +1,6 @@
 #include <algorithm>
-#include <cmath>
 
 #include "kernels/launch.cuh"
-#include "kernels/rotate.cuh"
 #include "kernels/step.h"
 
 namespace kvd {
@@ -10,21 +8,13 @@ namespace {
 
 constexpr int kThreads = 128;
 
-__device__ __forceinline__ int64_t UnitIndex(const StepShape& shape, int64_t place, int layer,
-                                             int head) {
-  return (place * shape.num_layers + layer) * shape.num_kv_heads + head;
-}
+// --- begin
+// -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ size_t UnitBytes(const StepShape& shape) {
-  return static_cast<size_t>(shape.head_dim) * static_cast<size_t>(shape.page_tokens) * 4;
-}
-
-// --- append and rotate
-// -----------------------------------------------------------------------------
-
-// Once a step: nothing else reads these before this kernel has ended.
-__device__ void BeginStep(const BeginLayerArgs& args) {
-  for (int d = static_cast<int>(threadIdx.x); d < args.shape.num_arenas; d += kThreads) {
+// One CTA.
+__global__ void __launch_bounds__(kThreads) BeginStepKernel(const __grid_constant__ BeginStepArgs args) {
+  WaitForPredecessor();
+  for (int d = static_cast<int>(threadIdx.x); d < args.num_arenas; d += kThreads) {
     uint32_t lost = 1;
     const PeerArena& arena = args.arenas[d];
     if (arena.headers != nullptr) {
@@ -32,59 +22,12 @@ __device__ void BeginStep(const BeginLayerArgs& args) {
     }
     args.arena_lost[d] = lost;
   }
-  if (threadIdx.x == 0) *args.step += 1;
-}
-
-// One (row, KV head) a CTA.
-template <int D>
-__global__ void __launch_bounds__(kThreads)
-    BeginLayerKernel(const __grid_constant__ BeginLayerArgs args, float norm) {
-  constexpr int kWords = D / 8;
-  const StepShape& shape = args.shape;
-  WaitForPredecessor();
-  if (args.layer == 0 && blockIdx.x == 0) BeginStep(args);
-  const int n = static_cast<int>(blockIdx.x) / shape.num_kv_heads,
-            head = static_cast<int>(blockIdx.x) % shape.num_kv_heads;
-  const StepRow& row = args.rows[n];
-  const bool is_padding = row.num_tokens < 0;
-  if (args.layer == 0 && head == 0 && threadIdx.x == 0) {
+  for (int n = static_cast<int>(threadIdx.x); n < args.num_rows; n += kThreads) {
     StepFigures& figures = args.figures[n];
     figures.hits = figures.misses = figures.failed = figures.damaged = figures.num_failures = 0;
   }
-  const int64_t kv_row = blockIdx.x;
-  if (!is_padding) {
-    const int64_t tail_page = row.num_tokens / shape.page_tokens;
-    const int token = static_cast<int>(row.num_tokens % shape.page_tokens);
-    auto* unit = reinterpret_cast<uint4*>(
-        row.ring + UnitBytes(shape) * static_cast<size_t>(UnitIndex(
-                                          shape, tail_page % row.ring_pages, args.layer, head)));
-    for (int at = static_cast<int>(threadIdx.x); at < 2 * kWords; at += kThreads) {
-      const int half = at / kWords, word = at % kWords;
-      const auto* source =
-          reinterpret_cast<const uint4*>(half == 0 ? args.k : args.v) + kv_row * kWords;
-      unit[(half * shape.page_tokens + token) * kWords + word] = source[word];
-    }
-  }
+  if (threadIdx.x == 0) *args.step += 1;
   LetSuccessorStart();
-  if (!shape.rotated) return;
-  for (int g = static_cast<int>(threadIdx.x) / 32; g < shape.group; g += kThreads / 32) {
-    const int64_t at = (kv_row * shape.group + g) * D;
-    if (!is_padding) {
-      rotation::RotateRow<D>(args.query + at, shape.dtype, norm, args.rotated_query + at);
-    } else {
-      for (int d = static_cast<int>(threadIdx.x) % 32; d < D; d += 32)
-        args.rotated_query[at + d] = 0;
-    }
-  }
-}
-
-bool IsValid(const StepShape& shape) {
-  const bool has_dim = shape.head_dim == 64 || shape.head_dim == 96 || shape.head_dim == 128 ||
-                       shape.head_dim == 256;
-  return has_dim && (shape.page_tokens == 16 || shape.page_tokens == 32) && shape.num_rows >= 0 &&
-         shape.num_kv_heads > 0 && shape.shard_heads > 0 &&
-         shape.num_kv_heads % shape.shard_heads == 0 && shape.group >= 1 && shape.group <= 16 &&
-         shape.num_layers > 0 && shape.num_arenas >= 0;
 }
 
 // --- prompt's rest
@@ -107,28 +50,6 @@ __global__ void __launch_bounds__(kThreads) AppendTokensKernel(const AppendToken
     out[(half * args.page_tokens + row) * words + word] =
         reinterpret_cast<const uint4*>(source)[word];
   }
-}
-
-// --- candidates
-// ------------------------------------------------------------------------------------
-
-__global__ void __launch_bounds__(kThreads)
-    ListCandidatesKernel(const __grid_constant__ CandidateArgs args) {
-  WaitForPredecessor();
-  const int64_t at = blockIdx.x;
-  const StepRow& row = args.rows[at / args.num_kv_heads];
-  const bool is_padding = row.num_tokens < 0;
-  const int sinks = is_padding ? 0 : row.num_sinks;
-  const int window = is_padding ? 0 : max(sinks, row.num_pages - args.n_win);
-  const int chosen = is_padding ? 0 : args.num_chosen[at];
-  const int total = is_padding ? 0 : sinks + chosen + row.num_pages - window;
-  int32_t* out = args.candidates + at * args.max_candidates;
-  for (int i = static_cast<int>(threadIdx.x); i < total; i += kThreads) {
-    out[i] = i < sinks            ? i
-             : i < sinks + chosen ? args.chosen[at * args.max_chosen + i - sinks]
-                                  : window + i - sinks - chosen;
-  }
-  if (threadIdx.x == 0) args.num_candidates[at] = total;
 }
 
 // --- what the host changed
@@ -164,24 +85,9 @@ __global__ void __launch_bounds__(kThreads) PageUpdatesKernel(const PageUpdateAr
 
 }  // namespace
 
-cudaError_t LaunchBeginLayer(const BeginLayerArgs& args, cudaStream_t stream) {
-  const StepShape& shape = args.shape;
-  if (!IsValid(shape) || args.layer < 0 || args.layer >= shape.num_layers)
-    return cudaErrorInvalidValue;
-  if (shape.num_rows == 0) return cudaSuccess;
-  const auto grid =
-      static_cast<unsigned>(shape.num_rows) * static_cast<unsigned>(shape.num_kv_heads);
-  const float norm = rotation::Norm(shape.head_dim);
-  switch (shape.head_dim) {
-    case 64:
-      return LaunchOverlapped(BeginLayerKernel<64>, grid, kThreads, 0, 0, stream, args, norm);
-    case 96:
-      return LaunchOverlapped(BeginLayerKernel<96>, grid, kThreads, 0, 0, stream, args, norm);
-    case 128:
-      return LaunchOverlapped(BeginLayerKernel<128>, grid, kThreads, 0, 0, stream, args, norm);
-    default:
-      return LaunchOverlapped(BeginLayerKernel<256>, grid, kThreads, 0, 0, stream, args, norm);
-  }
+cudaError_t LaunchBeginStep(const BeginStepArgs& args, cudaStream_t stream) {
+  if (args.num_rows < 0 || args.num_arenas < 0) return cudaErrorInvalidValue;
+  return LaunchOverlapped(BeginStepKernel, 1, kThreads, 0, 0, stream, args);
 }
 
 cudaError_t LaunchAppendTokens(const AppendTokensArgs& args, cudaStream_t stream) {
@@ -193,15 +99,6 @@ cudaError_t LaunchAppendTokens(const AppendTokensArgs& args, cudaStream_t stream
   const auto grid = static_cast<unsigned>(args.count) * static_cast<unsigned>(args.num_kv_heads);
   AppendTokensKernel<<<grid, kThreads, 0, stream>>>(args);
   return cudaGetLastError();
-}
-
-cudaError_t LaunchListCandidates(const CandidateArgs& args, cudaStream_t stream) {
-  if (args.num_rows < 0 || args.num_kv_heads < 1 || args.n_win < 0 || args.max_chosen < 0 ||
-      args.max_candidates < args.max_chosen)
-    return cudaErrorInvalidValue;
-  if (args.num_rows == 0) return cudaSuccess;
-  const auto grid = static_cast<unsigned>(args.num_rows) * static_cast<unsigned>(args.num_kv_heads);
-  return LaunchOverlapped(ListCandidatesKernel, grid, kThreads, 0, 0, stream, args);
 }
 
 cudaError_t LaunchPageUpdates(const PageUpdateArgs& args, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// What a captured decode step does between the big kernels, for a batch of sequences: append and rotate, list and
-// fetch the selected units from mapped arenas, and take over what the host changed between two replays.
+// What a captured decode step does between the big kernels, for a batch of sequences: begin, append, list and fetch
+// the selected units from mapped arenas, and take over what the host changed between two replays.
 //
 // Why: a CUDA graph fixes pointers and sizes, sequences do not. Everything that changes from step to step (pages,
 // lengths, which sequences take part, where their memory is) is read from the device tables below when a kernel
@@ -16,7 +16,6 @@
 #include <cstdint>
 
 #include "kernels/attend.h"
-#include "kernels/dtype.h"
 #include "kernels/gather.h"
 #include "kernels/layout.h"
 #include "kernels/resolve.h"
@@ -54,7 +53,7 @@ struct StepRow {
   uint8_t* cache = nullptr;           // [L][heads][cache slots] units
 };
 
-// Figures of one row's step, added up over its layers by the kernels; cleared by layer 0.
+// Figures of one row's step, added up over its layers by the kernels; cleared by LaunchBeginStep.
 struct StepFigures {
   static constexpr int kMaxFailures = 59;
   uint32_t hits;
@@ -74,33 +73,24 @@ struct StepShape {
   int group;           // G
   int head_dim;
   int page_tokens;
-  KvDtype dtype;
-  bool rotated;
   int cache_slots;     // S, of each (row, layer, head)
   int num_arenas;      // daemons
 };
 
-// --- append and rotate -----------------------------------------------------------------------------
+// --- begin -----------------------------------------------------------------------------------------
 
-// Writes each row's k and v into its tail unit of `layer`, and q' into `rotated_query`. Layer 0 also begins the step: raises
-// *step, notes which arenas are lost (read once a step), clears the figures.
-//   query [N, heads * G, D], k, v [N, heads, D], rotated_query [N, heads * G, D]: the model's dtype
-struct BeginLayerArgs {
-  StepShape shape;
-  int layer;
-  const StepRow* rows;        // [N]
+// Once a step, before its first layer: raises *step, notes which arenas are lost (read once a step), clears the figures.
+struct BeginStepArgs {
+  int num_rows;               // N
+  int num_arenas;
   const PeerArena* arenas;    // [num_arenas]
-  const uint16_t* query;
-  const uint16_t* k;
-  const uint16_t* v;
-  uint16_t* rotated_query;
   uint64_t* step;             // [1]
   uint32_t* arena_lost;       // [num_arenas]
   StepFigures* figures;       // [N]
 };
 // Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable. Tables are read when it runs.
 // Errors:   cudaErrorInvalidValue for a shape that the kernels do not have (nothing is enqueued); else the launch's.
-[[nodiscard]] cudaError_t LaunchBeginLayer(const BeginLayerArgs& args, cudaStream_t stream);
+[[nodiscard]] cudaError_t LaunchBeginStep(const BeginStepArgs& args, cudaStream_t stream);
 
 // --- prompt's rest ---------------------------------------------------------------------------------
 
@@ -118,30 +108,14 @@ struct AppendTokensArgs {
   int ring_pages;
   uint8_t* ring;         // [ring_pages][L][heads] units
 };
-// Stream and errors as LaunchBeginLayer.
+// Stream and errors as LaunchBeginStep.
 [[nodiscard]] cudaError_t LaunchAppendTokens(const AppendTokensArgs& args, cudaStream_t stream);
 
-// --- candidates of a progressive scan --------------------------------------------------------------
+// --- append, list and fetch ------------------------------------------------------------------------
 
-// candidates[n, hk] = the sinks, the chosen pages, the window [max(sinks, num_pages - n_win), num_pages): ascending.
-struct CandidateArgs {
-  int num_rows;
-  int num_kv_heads;
-  int n_win;
-  int max_chosen;
-  int max_candidates;          // >= max_chosen + n_sink + n_win
-  const StepRow* rows;
-  const int32_t* chosen;       // [N, heads, max_chosen] as select leaves them
-  const int32_t* num_chosen;   // [N, heads]
-  int32_t* candidates;         // [N, heads, max_candidates] out
-  int32_t* num_candidates;     // [N, heads] out
-};
-[[nodiscard]] cudaError_t LaunchListCandidates(const CandidateArgs& args, cudaStream_t stream);
-
-// --- list and fetch --------------------------------------------------------------------------------
-
-// Lists, per (row, head), what attend reads: sinks, selected pages in the page cache, ring pages, tail (its rows up to
-// and with this step's token); and fetches the misses among them into their cache slots, straight from the mapped arenas.
+// Writes each row's k and v into its tail unit of `layer`; lists, per (row, head), what attend reads: sinks, selected pages
+// in the page cache, ring pages, tail (its rows up to and with this step's token); and fetches the misses among them into
+// their cache slots, straight from the mapped arenas. k and v are read before LaunchResolve has ended: it cannot write them.
 // Guard: as LaunchGatherUnits (kernels/gather.h): nothing is written to a slot before the generation was checked after
 // the copy. A unit that is not there is listed with 0 tokens, its page forgotten in the cache and its bit of `selectable`
 // cleared; it is counted and, up to kMaxFailures, named in the row's figures.
@@ -149,8 +123,10 @@ struct FetchArgs {
   StepShape shape;
   int layer;
   const StepRow* rows;            // [N]
+  const uint16_t* k;              // [N, heads, D] of the model's dtype, 16-byte aligned
+  const uint16_t* v;
   const PeerArena* arenas;
-  const uint32_t* arena_lost;     // as LaunchBeginLayer left it
+  const uint32_t* arena_lost;     // as LaunchBeginStep left it
   ResolveBatch resolve;           // of this layer, [N * heads] rows, after LaunchResolve; slots of failed units become -1
   bool fetch;                     // false: misses are listed with 0 tokens and somebody else fetches them
   int max_units;                  // U_max >= sinks + K + ring pages
@@ -158,7 +134,7 @@ struct FetchArgs {
   int32_t* num_units;             // [N, heads] out; 0 for padding
   StepFigures* figures;           // [N]
 };
-// Stream and errors as LaunchBeginLayer.
+// Stream and errors as LaunchBeginStep.
 [[nodiscard]] cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream);
 
 // --- damage ---------------------------------------------------------------------------------------
@@ -172,7 +148,7 @@ struct VerifyArgs {
   size_t coarse_bytes;           // of a record
   size_t checksum_at;            // in them: SummaryLayout::coarse[kUnitChecksum]
 };
-// Stream and errors as LaunchBeginLayer.
+// Stream and errors as LaunchBeginStep.
 [[nodiscard]] cudaError_t LaunchVerifyFetched(const VerifyArgs& args, cudaStream_t stream);
 
 // --- loss and mass ---------------------------------------------------------------------------------
@@ -188,7 +164,7 @@ struct MaskFailedArgs {
   const int32_t* num_selected;  // [N, heads]
   const int32_t* slots;         // [N, heads, K]
 };
-// Stream and errors as LaunchBeginLayer.
+// Stream and errors as LaunchBeginStep.
 [[nodiscard]] cudaError_t LaunchMaskFailed(const MaskFailedArgs& args, cudaStream_t stream);
 
 // Of one query head, added up over the layers of a step: kernels/mass.h has what the shares mean.
@@ -212,7 +188,7 @@ struct MassBatch {
   const int32_t* slots;         // [N, heads, K]; -1: was not attended
   StepMass* mass;               // [N, H] in and out
 };
-// Stream and errors as LaunchBeginLayer. Equal inputs give equal bits.
+// Stream and errors as LaunchBeginStep. Equal inputs give equal bits.
 [[nodiscard]] cudaError_t LaunchStepMass(const MassBatch& args, cudaStream_t stream);
 
 // --- what the host changed -------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 // LaunchFetchPages: teams of warps share the misses of all rows, spread over the SMs first; meanwhile the last warps of
-// each CTA list the units of its rows.
+// the first CTAs list the units of the rows, and the last CTAs append their tokens.
 #include <algorithm>
 
 #include "kernels/launch.cuh"
+#include "kernels/step_append.cuh"
 #include "kernels/step_fail.cuh"
 #include "kernels/unit_copy.cuh"
 
@@ -191,10 +192,19 @@ template <class Team>
 __global__ void __launch_bounds__(kThreads)
     FetchPagesKernel(const __grid_constant__ FetchArgs args) {
   __shared__ Shared shared;
-  WaitForPredecessor();
   const int num_rows = args.resolve.num_rows, grid = static_cast<int>(gridDim.x);
+  // The first CTAs list, the last append: neither waits for what the other reads. k and v are older than resolve.
+  const int first_token = grid - 1 - static_cast<int>(blockIdx.x);
+  const int rank = first_token < num_rows ? static_cast<int>(threadIdx.x) : kThreads;
+  TokenWord token(args.shape, first_token, args.k, args.v, rank);
+  AwaitParameters(args);
+  WaitForPredecessor();
   const int num_misses = args.fetch ? NumberMisses(args, &shared) : 0;
   LetSuccessorStart();
+  for (int r = first_token; r < num_rows; r += grid) {
+    if (r != first_token) token = TokenWord(args.shape, r, args.k, args.v, rank);
+    token.Store(args.shape, args.layer, args.rows[r / args.shape.num_kv_heads], r % args.shape.num_kv_heads);
+  }
   if (threadIdx.x >= kThreads - kListThreads) {
     for (int r = static_cast<int>(blockIdx.x); r < num_rows; r += grid) {
       ListRow(args, r, static_cast<int>(threadIdx.x) - (kThreads - kListThreads), &shared);
@@ -225,7 +235,9 @@ cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream) {
   const ResolveBatch& resolve = args.resolve;
   const size_t unit_bytes =
       static_cast<size_t>(shape.head_dim) * static_cast<size_t>(shape.page_tokens) * 4;
-  if (shape.num_rows < 0 || shape.num_kv_heads < 1 ||
+  static_assert(kThreads >= 2 * 256 / 8, "a thread has at most one word of a token");
+  if (shape.head_dim > 256 || shape.num_rows < 0 || shape.num_kv_heads < 1 || shape.num_layers < 1 || args.layer < 0 ||
+      args.layer >= shape.num_layers || args.k == nullptr || args.v == nullptr ||
       resolve.num_rows != shape.num_rows * shape.num_kv_heads || resolve.num_rows > kMaxRows ||
       resolve.max_pages < 0 || resolve.max_pages > kMaxListed ||
       args.max_units < resolve.max_pages)

@@ -1,6 +1,7 @@
 // Goal: score gives the lse that a record stands for, on every geometry, and nothing but the record
 // and the query decides its bits. Method: records of random codes against the double-precision
 // oracle; properties; wrong inputs that the same comparison must reject.
+#include "kernels/rotate.h"
 #include "kernels/score.h"
 
 #include <gtest/gtest.h>
@@ -177,6 +178,31 @@ TEST_P(ScoreTest, RefineEqualsTheFullScanBitForBit) {
         EXPECT_EQ(refined.at(list / 2, list % 2, g, p), source.at(list / 2, list % 2, g, p)) << p;
       }
     }
+  }
+}
+
+TEST_P(ScoreTest, QueriesThatScoreRotatesGiveTheBitsOfQueriesRotatedBefore) {
+  const Geometry& g = GetParam();
+  const Batch plain(g, {37, 0, 5});
+  Batch before = plain;
+  RotateQuery(plain.query.data(), static_cast<int64_t>(plain.query.size()) / g.head_dim, g.head_dim,
+              g.dtype, before.query.data());
+  const std::vector<int32_t> candidates = {0, 2, 36}, count = {3, 1, 0, 0, 2, 0};
+  std::vector<int32_t> lists(6 * candidates.size());
+  for (size_t i = 0; i < lists.size(); ++i) lists[i] = candidates[i % 3];
+  for (int scan : {0, 1, 2}) {  // full, coarse, refine
+    const auto run = [&](Batch batch, bool rotate) {
+      ScoreArgs args = batch.Args();
+      args.rotate_query = rotate;
+      if (scan == 0) ref::ScoreFull(args);
+      if (scan == 1) ref::ScoreCoarse(args);
+      if (scan == 2) ref::ScoreRefine({args, 3, lists.data(), count.data()});
+      return batch.lse;
+    };
+    const std::vector<float> want = run(before, false);
+    EXPECT_EQ(run(plain, true), want) << scan;
+    EXPECT_NE(run(plain, false), want) << scan << ": they were not rotated";
+    EXPECT_NE(run(before, true), want) << scan << ": they were rotated twice";
   }
 }
 

@@ -1,7 +1,6 @@
 // Goal: the step's own kernels do what their contract says, for every geometry. Method: the same
-// tables on the host and the device; appended rows, rotated queries, lists and fetched bytes
-// compared exactly with the reference or with what the test itself laid out; pages that are gone,
-// daemons that are lost and padding rows among them.
+// tables on the host and the device; lists, copied and fetched bytes compared exactly with what the test
+// itself laid out; pages that are gone, daemons that are lost and padding rows among them.
 
 #include <gtest/gtest.h>
 
@@ -11,8 +10,6 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/append.h"
-#include "kernels/rotate.h"
 #include "kernels/step.h"
 #include "tests/support/gpu.h"
 #include "tests/support/kv_data.h"
@@ -40,8 +37,6 @@ class StepParityTest : public ::testing::TestWithParam<std::tuple<int, int, int>
               .group = group,
               .head_dim = dim,
               .page_tokens = tokens,
-              .dtype = KvDtype::kBf16,
-              .rotated = true,
               .cache_slots = 12,
               .num_arenas = 3};
     unit_bytes_ = MakeUnitLayout(dim, tokens).bytes;
@@ -63,72 +58,11 @@ INSTANTIATE_TEST_SUITE_P(Geometries, StepParityTest,
                                   std::to_string(std::get<2>(p.param));
                          });
 
-TEST_P(StepParityTest, AppendsAndRotatesAsTheReferenceAndLeavesPaddingAlone) {
-  const int dim = shape_.head_dim, tokens = shape_.page_tokens, layer = 1;
-  const size_t ring_bytes = kRing * kLayers * kHeads * unit_bytes_;
-  const std::vector<uint8_t> before(kRows * ring_bytes, 0x5A);
-  DeviceArray<uint8_t> ring(before);
-  const auto q = RandomKv(int64_t{kRows} * kHeads * shape_.group * dim, shape_.dtype, 2.0f, 1);
-  const auto k = RandomKv(int64_t{kRows} * kHeads * dim, shape_.dtype, 2.0f, 2),
-             v = RandomKv(int64_t{kRows} * kHeads * dim, shape_.dtype, 2.0f, 3);
-  std::vector<StepRow> rows(kRows);
-  const int64_t lengths[kRows] = {3 * tokens + 5, -1, 7 * tokens - 1};  // the second is padding
-  for (size_t n = 0; n < kRows; ++n) {
-    rows[n].num_tokens = lengths[n];
-    rows[n].ring_pages = kRing;
-    rows[n].ring = ring.data() + n * ring_bytes;
-  }
-  const DeviceArray<StepRow> d_rows(rows);
-  const DeviceArray<uint16_t> d_q(q), d_k(k), d_v(v), rotated(q.size());
-  const DeviceArray<uint32_t> lost_words(std::vector<uint32_t>{0, 1});
-  const DeviceArray<PageHeader> header(1);
-  const DeviceArray<PeerArena> arenas(
-      std::vector<PeerArena>{{nullptr, header.data(), lost_words.data(), 1, 1},
-                             {nullptr, header.data(), lost_words.data() + 1, 1, 1},
-                             {}});
-  DeviceArray<uint64_t> step(std::vector<uint64_t>{41});
-  DeviceArray<uint32_t> arena_lost(3);
-  DeviceArray<StepFigures> figures(kRows);
-  figures.Poison();
-  BeginLayerArgs args = {
-      shape_,     layer,          d_rows.data(), arenas.data(),     d_q.data(),    d_k.data(),
-      d_v.data(), rotated.data(), step.data(),   arena_lost.data(), figures.data()};
-  KVD_CUDA_OK(LaunchBeginLayer(args, nullptr));
-  EXPECT_EQ(step.Download()[0], 41u);  // layer 0 alone begins a step
-  std::vector<uint8_t> want = before;
-  for (size_t n = 0; n < kRows; ++n) {
-    if (lengths[n] < 0) continue;
-    std::vector<uint8_t*> tails;
-    const int32_t token = static_cast<int32_t>(lengths[n] % tokens);
-    for (int h = 0; h < kHeads; ++h) {
-      const auto place = static_cast<size_t>(lengths[n] / tokens % kRing);
-      tails.push_back(want.data() + n * ring_bytes +
-                      (place * kLayers * kHeads + unit_idx(layer, h)) * unit_bytes_);
-    }
-    const auto at = n * kHeads * static_cast<size_t>(dim);
-    ref::Append({1, kHeads, dim, tokens, k.data() + at, v.data() + at, tails.data(), &token});
-  }
-  EXPECT_EQ(ring.Download(), want);
-  std::vector<uint16_t> want_q(q.size());
-  RotateQuery(q.data(), static_cast<int64_t>(q.size()) / dim, dim, shape_.dtype, want_q.data());
-  const size_t of_row = q.size() / kRows;
-  std::fill_n(want_q.begin() + static_cast<ptrdiff_t>(of_row), of_row, uint16_t{0});
-  EXPECT_EQ(rotated.Download(), want_q);
-  args.layer = 0;
-  KVD_CUDA_OK(LaunchBeginLayer(args, nullptr));
-  EXPECT_EQ(step.Download()[0], 42u);
-  EXPECT_EQ(arena_lost.Download(), (std::vector<uint32_t>{0, 1, 1}));
-  for (const StepFigures& f : figures.Download())
-    EXPECT_EQ(f.hits + f.misses + f.failed + f.num_failures, 0u);
-  args.shape.head_dim = 80;
-  EXPECT_EQ(LaunchBeginLayer(args, nullptr), cudaErrorInvalidValue);
-}
-
 TEST_P(StepParityTest, AppendsTokensOfAnEnginesCache) {
   const int dim = shape_.head_dim, tokens = shape_.page_tokens, count = tokens + 3, layer = 1;
   const int64_t kv_tokens = count + 4;
   // Token-major cache [token][head][K then V].
-  const auto cache = RandomKv(kv_tokens * kHeads * 2 * dim, shape_.dtype, 2.0f, 9);
+  const auto cache = RandomKv(kv_tokens * kHeads * 2 * dim, KvDtype::kBf16, 2.0f, 9);
   const DeviceArray<uint16_t> d_cache(cache);
   DeviceArray<uint8_t> ring(kRing * kLayers * kHeads * unit_bytes_);
   ring.Poison(0);
@@ -296,10 +230,13 @@ TEST_P(StepParityTest, ListsAndFetchesAndLeavesOutWhatIsGone) {
   constexpr int kMaxUnits = 16;
   DeviceArray<UnitRef> units(static_cast<size_t>(lists) * kMaxUnits);
   DeviceArray<int32_t> num_units(static_cast<size_t>(lists));
+  const DeviceArray<uint16_t> token(static_cast<size_t>(kRows * kHeads * shape_.head_dim));
   const FetchArgs args = {
       .shape = shape_,
       .layer = layer,
       .rows = d_rows.data(),
+      .k = token.data(),
+      .v = token.data(),
       .arenas = arenas.data(),
       .arena_lost = arena_lost.data(),
       .resolve = {lists, FetchCase::kSelected, shape_.cache_slots, d_maps.data(), d_pages.data(),
@@ -400,28 +337,6 @@ TEST_P(StepParityTest, PageUpdatesChangeTheTableTheBitsAndTheCachesMaps) {
   EXPECT_EQ(std::count(slot_step.begin(), slot_step.end(), 9u), kCacheRows * kSlots);
   const std::vector<uint64_t> steps = d_slot_step.Download();
   EXPECT_EQ(std::count(steps.begin(), steps.end(), 0u), kCacheRows);
-}
-
-TEST_P(StepParityTest, CandidatesAreTheSinksTheChosenAndTheWindow) {
-  std::vector<StepRow> rows(2);
-  rows[0].num_tokens = 1000;
-  rows[0].num_pages = 40;
-  rows[0].num_sinks = 2;
-  const DeviceArray<StepRow> d_rows(rows);
-  const DeviceArray<int32_t> chosen(
-      std::vector<int32_t>{5, 9, 11, -1, 7, 8, 9, 10, 1, 2, 3, 4, 1, 2, 3, 4}),
-      counts(std::vector<int32_t>{3, 4, 4, 4});
-  DeviceArray<int32_t> candidates(4 * 9), num(4);
-  candidates.Poison(0);
-  KVD_CUDA_OK(LaunchListCandidates(
-      {2, 2, 3, 4, 9, d_rows.data(), chosen.data(), counts.data(), candidates.data(), num.data()},
-      nullptr));
-  EXPECT_EQ(num.Download(), (std::vector<int32_t>{8, 9, 0, 0}));
-  const std::vector<int32_t> got = candidates.Download();
-  EXPECT_EQ(std::vector<int32_t>(got.begin(), got.begin() + 8),
-            (std::vector<int32_t>{0, 1, 5, 9, 11, 37, 38, 39}));
-  EXPECT_EQ(std::vector<int32_t>(got.begin() + 9, got.begin() + 18),
-            (std::vector<int32_t>{0, 1, 7, 8, 9, 10, 37, 38, 39}));
 }
 
 }  // namespace

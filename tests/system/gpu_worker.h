@@ -26,6 +26,7 @@
 #include "absl/time/clock.h"
 #include "client/decode_batch.h"
 #include "client/kv_client.h"
+#include "kernels/dtype.h"
 #include "proto/status.h"
 #include "tests/client/engine_cache.h"
 #include "tests/support/daemon_process.h"

@@ -1,0 +1,42 @@
+// A step's new token: its key and value into the tail unit of a (row, KV head), by the kernel that lists what attend reads.
+//
+// Why there: attend is the first to read them, and a kernel of its own cost every layer a launch.
+// Device code only. Internal to kernels/ and to the benchmarks that have a list of their own.
+
+#ifndef LOCKS_KVD_KERNELS_STEP_APPEND_CUH_
+#define LOCKS_KVD_KERNELS_STEP_APPEND_CUH_
+
+#include "kernels/step.h"
+
+namespace kvd {
+
+// What one thread has of the key and value of list r = row * heads + head: 16 bytes, or nothing. Reading and writing are
+// apart, so that the read can be on its way while the predecessor ends: k and v are older than that.
+class TokenWord {
+ public:
+  // k, v [N, heads, D]; `rank`: of the thread among 2 D/8 or more; those beyond have nothing.
+  __device__ __forceinline__ TokenWord(const StepShape& shape, int r, const uint16_t* k, const uint16_t* v, int rank)
+      : words_(shape.head_dim / 8), rank_(rank) {
+    if (rank < 2 * words_)
+      word_ = reinterpret_cast<const uint4*>(rank < words_ ? k : v)[int64_t{r} * words_ + rank % words_];
+  }
+
+  // Writes it to the tail unit; nothing for padding.
+  __device__ __forceinline__ void Store(const StepShape& shape, int layer, const StepRow& row, int head) const {
+    if (row.num_tokens < 0 || rank_ >= 2 * words_) return;
+    const int token = static_cast<int>(row.num_tokens % shape.page_tokens), half = rank_ < words_ ? 0 : 1;
+    const int64_t place = row.num_tokens / shape.page_tokens % row.ring_pages;
+    const int64_t unit = (place * shape.num_layers + layer) * shape.num_kv_heads + head;
+    auto* to = reinterpret_cast<uint4*>(row.ring) + unit * (2 * shape.page_tokens * words_);
+    to[(half * shape.page_tokens + token) * words_ + rank_ % words_] = word_;
+  }
+
+ private:
+  int words_;  // of a key
+  int rank_;
+  uint4 word_;
+};
+
+}  // namespace kvd
+
+#endif  // LOCKS_KVD_KERNELS_STEP_APPEND_CUH_
