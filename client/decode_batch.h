@@ -16,10 +16,12 @@
 // that succeeded.
 //
 // Shapes (slowest to fastest)  dtype      notes; device memory of the worker's GPU, 16-byte aligned; N = max_sequences
-//   q    [N, query heads, D]   bf16|fp16  post-RoPE; heads are the worker's own; rows of padding are not read
+//   q    [N, query heads, D]   bf16|fp16  post-RoPE; heads are the worker's own
 //   k, v [N, KV heads, D]      bf16|fp16  post-RoPE key, value of the new token
 //   o    [N, query heads, D]   fp32       out; 0 for padding
 //   lse  [N, query heads]      fp32       out, natural log, over what was attended; -inf for padding
+// All N rows can be read; what those of padding hold does not matter. A kernel of the engine that stands before Run in the
+// stream and lets its successor start early (programmatic dependent launch) must have waited for its own predecessor first.
 // Guarantee: o and lse are exact over the attended units, each of which is local or was proved by its generation after
 // it was copied (G1). Units that did not arrive are left out, counted, and masked from the next layer on.
 

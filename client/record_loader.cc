@@ -91,6 +91,7 @@ absl::Status RecordLoader::Run(RecordList& list, size_t first, size_t count,
     batch.first = at;
     batch.count = std::min(kBatchSlots, first + count - at);
     status = Enqueue(batch, list, source);
+    if (!status.ok()) batch.count = 0;  // its event may be an earlier batch's: nothing of it counts
   }
   for (int i = 0; i < 2; ++i, turn ^= 1) {
     if (batches_[turn].count > 0) status.Update(Collect(batches_[turn], list));

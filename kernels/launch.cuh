@@ -9,7 +9,8 @@
 //   - calls LetSuccessorStart() after that. Not always at once: CTAs that start in the room of the first few that end are
 //     dealt unevenly over the SMs, and hold that room while they wait.
 // The predecessor need not know: one that never calls LetSuccessorStart() does so by ending, and one that is no kernel
-// is waited for as ever. Since each kernel waits for its predecessor's end, all earlier ones have ended too.
+// is waited for as ever. Since each kernel waits for its predecessor's end, all earlier ones have ended too: a foreign
+// kernel that lets its successor start before its own wait would break that, and must not come before one of ours.
 // Capturable: becomes a programmatic edge of the graph.
 
 #ifndef LOCKS_KVD_KERNELS_LAUNCH_CUH_

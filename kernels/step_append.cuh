@@ -11,14 +11,15 @@
 namespace kvd {
 
 // What one thread has of the key and value of list r = row * heads + head: 16 bytes, or nothing. Reading and writing are
-// apart, so that the read can be on its way while the predecessor ends: k and v are older than that.
+// apart, so that the read can be on its way while the predecessor ends: k and v are older than that. It bypasses the L1, where a
+// line of the last layer's token may still be: an engine may use one buffer for all layers.
 class TokenWord {
  public:
   // k, v [N, heads, D]; `rank`: of the thread among 2 D/8 or more; those beyond have nothing.
   __device__ __forceinline__ TokenWord(const StepShape& shape, int r, const uint16_t* k, const uint16_t* v, int rank)
       : words_(shape.head_dim / 8), rank_(rank) {
     if (rank < 2 * words_)
-      word_ = reinterpret_cast<const uint4*>(rank < words_ ? k : v)[int64_t{r} * words_ + rank % words_];
+      word_ = __ldcg(reinterpret_cast<const uint4*>(rank < words_ ? k : v) + int64_t{r} * words_ + rank % words_);
   }
 
   // Writes it to the tail unit; nothing for padding.

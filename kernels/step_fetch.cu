@@ -236,7 +236,8 @@ cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream) {
   const size_t unit_bytes =
       static_cast<size_t>(shape.head_dim) * static_cast<size_t>(shape.page_tokens) * 4;
   static_assert(kThreads >= 2 * 256 / 8, "a thread has at most one word of a token");
-  if (shape.head_dim > 256 || shape.num_rows < 0 || shape.num_kv_heads < 1 || shape.num_layers < 1 || args.layer < 0 ||
+  if (shape.head_dim > 256 || shape.num_rows < 0 || shape.num_kv_heads < 1 || shape.shard_heads < 1 ||
+      shape.num_kv_heads % shape.shard_heads != 0 || shape.num_layers < 1 || args.layer < 0 ||
       args.layer >= shape.num_layers || args.k == nullptr || args.v == nullptr ||
       resolve.num_rows != shape.num_rows * shape.num_kv_heads || resolve.num_rows > kMaxRows ||
       resolve.max_pages < 0 || resolve.max_pages > kMaxListed ||
