@@ -16,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "client/ucx_fetcher.h"
 #include "proto/ucx_link.h"
+#include "tests/service/fetch_unit.h"
 #include "tests/support/data_plane.h"
 
 namespace kvd {
@@ -108,19 +109,9 @@ class FetchServerTest : public testing::Test {
     auto fetcher = UcxFetcher::Connect(worker.get(), offer_.ucx().worker_address(), IncarnationOf(offer_),
                                        TokenOf(offer_), slot, absl::Seconds(5));
     ASSERT_TRUE(fetcher.ok()) << fetcher.status();
-    const FetchEntry entry = Good();
-    std::vector<uint8_t> unit(slot.unit_bytes);
-    uint8_t* destination = unit.data();
-    uint8_t valid = 0;
-    FetchList list;
-    list.entries = {&entry, 1};
-    list.destinations = &destination;
-    list.valid = &valid;
-    list.deadline = absl::Seconds(5);
-    (*fetcher)->Start(list);
-    (*fetcher)->Wait(list);
-    EXPECT_EQ(list.code, absl::StatusCode::kOk);
-    EXPECT_EQ(unit, UnitBytes(slot, 1, 1, 1, 1));
+    const FetchedUnit unit = FetchUnit(**fetcher, slot.unit_bytes, Good(), absl::Seconds(5));
+    EXPECT_EQ(unit.code, absl::StatusCode::kOk);
+    EXPECT_EQ(unit.bytes, UnitBytes(slot, 1, 1, 1, 1));
   }
   void ExpectIdle() {
     for (int i = 0; i < 200 && daemon_->fetches->num_in_flight() > 0; ++i) absl::SleepFor(absl::Milliseconds(10));

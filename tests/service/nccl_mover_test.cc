@@ -16,6 +16,7 @@
 #include "service/log_setup.h"
 #include "service/migrator.h"
 #include "service/peer_session.h"
+#include "tests/service/fetch_unit.h"
 #include "tests/service/move_fixture.h"
 #include "tests/support/line_process.h"
 
@@ -210,19 +211,10 @@ TEST_F(NcclMoverTest, FetchesGoOnAndNothingLeasedIsLostWhileAMoveHangs) {
     for (int round = 0; round < 20; ++round) {
       const TestPage& page = daemon->pages[static_cast<size_t>(round) % daemon->pages.size()];
       const FetchEntry entry = {page.slot, 3, 1, page.generation};
-      std::vector<uint8_t> unit(slot.unit_bytes);
-      uint8_t* to = unit.data();
-      uint8_t valid = 0;
-      FetchList list;
-      list.entries = {&entry, 1};
-      list.destinations = &to;
-      list.valid = &valid;
-      list.deadline = absl::Seconds(20);
-      (*fetcher)->Start(list);
-      (*fetcher)->Wait(list);
-      ASSERT_EQ(list.code, absl::StatusCode::kOk);
-      ASSERT_EQ(valid, 1);
-      ASSERT_EQ(unit, UnitBytes(slot, page.page, page.write, 3, 1));
+      const FetchedUnit unit = FetchUnit(**fetcher, slot.unit_bytes, entry, absl::Seconds(20));
+      ASSERT_EQ(unit.code, absl::StatusCode::kOk);
+      ASSERT_EQ(unit.valid, 1);
+      ASSERT_EQ(unit.bytes, UnitBytes(slot, page.page, page.write, 3, 1));
     }
   }
   EXPECT_EQ(source_->Stats().slots_leased, static_cast<uint32_t>(kPages));
