@@ -194,7 +194,7 @@ void Arena::Unpin(uint32_t slot) {
   reservation_changed_.notify_all();
 }
 
-// --- sessions and leases ---
+// --- sessions ---
 
 void Arena::BeginSession(SessionId session, SessionKind kind) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -236,6 +236,8 @@ absl::Status Arena::CheckRoomLocked(SessionId session, size_t more) const {
                       "another session or raise the limit",
                       used, more, options_.leases_per_session));
 }
+
+// --- upkeep ---
 
 void Arena::Tick() {
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -181,6 +181,4 @@ absl::StatusOr<MatchOutcome> Arena::MatchEach(SessionId session, uint64_t reques
   return MatchPages(session, request_id, keys, shards, /*each=*/true);
 }
 
-// --- upkeep ---
-
 }  // namespace kvd
