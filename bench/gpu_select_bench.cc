@@ -105,6 +105,7 @@ struct SelectBuffers {
         log_norm(set_heads),
         scratch(SelectGpuScratchBytes(c.rows, kGroup, c.pages)) {
     lse.Upload(pattern);
+    scratch.Poison(0);
     const size_t heads = sets * set_heads;
     for (size_t done = kPattern; done < heads; done *= 2)
       KVD_CUDA_OK(cudaMemcpy(lse.data() + done * row_floats, lse.data(),

@@ -9,9 +9,9 @@ namespace {
 constexpr double kScanSeconds = 4e-6;
 constexpr double kFullRate = 4.1e12;
 constexpr double kCoarseRate = 3.9e12;
-constexpr double kRefineSeconds = 17.5e-6;
-constexpr double kListSeconds = 0.07e-6;
-constexpr double kPageSeconds = 4e-12;
+constexpr double kRefineSeconds = 18e-6;
+constexpr double kListSeconds = 0.15e-6;
+constexpr double kPageSeconds = 2e-12;
 
 }  // namespace
 
@@ -45,14 +45,14 @@ cudaError_t LaunchPageSelection(ScanMode scan, const ScoreArgs& score, const Sel
   SelectArgs choose = select;
   choose.num_select = lists.max_chosen;
   SelectArgs among = select;
-  among.max_candidates = lists.max_candidates;
-  among.candidates = lists.candidates;
-  among.num_candidates = lists.num_candidates;
-  const CandidateOut out = {lists.max_candidates, lists.candidates, lists.num_candidates};
+  const CandidateOut& out = lists.out;
+  among.max_candidates = out.max_candidates;
+  among.candidates = out.candidates;
+  among.num_candidates = out.num_candidates;
   cudaError_t error = LaunchScoreCoarse(score, stream);
   if (error == cudaSuccess) error = LaunchSelectCandidates(choose, out, stream);
   if (error == cudaSuccess) {
-    error = LaunchScoreRefine({score, lists.max_candidates, lists.candidates, lists.num_candidates}, stream);
+    error = LaunchScoreRefine({score, out.max_candidates, out.candidates, out.num_candidates}, stream);
   }
   return error == cudaSuccess ? LaunchSelectAmong(among, stream) : error;
 }

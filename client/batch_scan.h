@@ -27,12 +27,10 @@ ScanEstimate EstimateBatchScan(const WorkerShape& shape, int num_sequences, int6
 ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages, int64_t num_candidates,
                          ScanMode asked);
 
-// Where a progressive scan keeps its candidates. Lists are one per (sequence, KV head).
+// What a progressive scan takes as candidates, and where it keeps them.
 struct CandidateLists {
-  int max_chosen = 0;      // StepOptions::candidates, at most the pages there are
-  int max_candidates = 0;  // and the always-kept pages
-  int32_t* candidates = nullptr;      // [N, Hk, max_candidates]
-  int32_t* num_candidates = nullptr;  // [N, Hk]
+  int max_chosen = 0;     // StepOptions::candidates, at most the pages there are
+  CandidateOut out = {};  // of these and the always-kept pages
 };
 
 // The pages of one layer: score and select, with the progressive scan both twice. `select` names the lse of `score` and no

@@ -200,6 +200,7 @@ absl::Status DecodeBatch::Impl::Allocate() {
   KVD_RETURN_IF_ERROR(Fill(capacities, 0, "decode batch"));
   KVD_RETURN_IF_ERROR(Fill(selectable, 0, "decode batch"));
   KVD_RETURN_IF_ERROR(Fill(resolve_rows, 0, "decode batch"));
+  KVD_RETURN_IF_ERROR(Fill(select_scratch, 0, "decode batch"));  // as select.h asks
   KVD_RETURN_IF_ERROR(Fill(step, 0, "decode batch"));
   KVD_RETURN_IF_ERROR(Fill(figures, 0, "decode batch"));
   return GpuStatus(cudaStreamSynchronize(cudaStreamPerThread), "decode batch");

@@ -62,6 +62,10 @@ __device__ __forceinline__ void BulkCopy(void* shared, const void* global, uint3
 __device__ __forceinline__ void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
+// What this thread wrote and read before is done for those who wait.
+__device__ __forceinline__ void ClusterArriveRelease() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -56,7 +56,7 @@ struct SelectArgs {
   float* threshold;
   float* log_norm;
   uint64_t* num_faults;               // NaNs seen are added here; may be null
-  void* scratch;                      // SelectScratchBytes(lse_stride) bytes, 64-byte aligned; of the GPU: see below
+  void* scratch;                      // SelectScratchBytes(lse_stride) bytes, 64-byte aligned; of the GPU: other bytes, 0 at first, see below
 };
 
 // Scratch of the reference, for one (sequence, KV head) at a time.
@@ -67,19 +67,23 @@ void Select(const SelectArgs& args);
 }  // namespace ref
 
 #if KVD_CUDA
-// Scratch of LaunchSelect for `num_rows` (sequence, KV head) rows; launches of the same stream may share it.
+// Scratch of the launchers below for `num_rows` (sequence, KV head) rows. Launches of one stream with the same num_rows,
+// group and lse_stride may share it. Its owner sets it to 0 once, before the first of them; each launch relies on what
+// the one before left in it.
 size_t SelectGpuScratchBytes(int64_t num_rows, int group, int64_t lse_stride);
 
 // The same on the GPU: every pointer, and every pointer behind one, is to device memory; `scratch` is of
 // SelectGpuScratchBytes bytes, 128-byte aligned. num_pages, selectable and the candidate lists are read when the
 // kernels run, not when they are launched.
-// Stream:   one launch or two, enqueued on `stream` only; allocates nothing; no host sync; capturable.
+// Stream:   one launch, enqueued on `stream` only; allocates nothing; no host sync; capturable. Of rows of many pages it is
+//           cooperative: it begins when an SM for each of its CTAs is free.
 // REQUIRES: 0 <= num_pages[n] <= lse_stride; candidates are pages of their sequence; lse is not +inf.
 // Numerics: log_norm, threshold and scores as the reference's within 1e-5 nats, relative 2e-6 of the largest |Z|; on
 //           these scores the choice is exact. Equal inputs give equal bits, whatever the rest of the batch is.
 // Errors:   cudaErrorInvalidValue if group is not in 1..16, lse or scratch not aligned, lse_stride not a multiple of 4
 //           in 4..kMaxPages, a count is negative (or one of sequences or KV heads above 65535) or the rule is unknown
-//           (nothing is enqueued); else the launch's.
+//           (nothing is enqueued); else the launch's. A scratch that was not 0 at first, or is shared otherwise, gives wrong
+//           pages, or ends after some ten seconds as a failed launch.
 [[nodiscard]] cudaError_t LaunchSelect(const SelectArgs& args, cudaStream_t stream);
 
 // The two selects of a progressive scan, around LaunchScoreRefine (kernels/score.h). The first lists as candidates what

@@ -18,11 +18,10 @@
 namespace kvd::select {
 
 constexpr int kFewThreads = 1024;                           // of a CTA at most
-constexpr int kFewQuads = 2;                                // of a thread at most
-constexpr int kFewSlice = kFewThreads * kFewQuads * kQuad;  // pages of a CTA at most
-constexpr int kFewValues = 32768;                           // of a CTA at most: 128 KiB
-constexpr int kFewContenders = 1024;                        // pages whose pairs all CTAs get
-constexpr int kFinalists = 64;                              // of these, those that are compared with each other
+constexpr int kFewSlice = kFewThreads * kQuad;  // pages of a CTA at most
+constexpr int kFewValues = 16384;               // of a CTA at most: 64 KiB
+constexpr int kFewContenders = 1024;            // pages whose pairs all CTAs get
+constexpr int kFinalists = 128;                 // of these, those that are compared with each other
 constexpr int kFewCluster = 8;
 constexpr int kFewPages = kMaxPieces << kPieceShift;  // of a row at most, so that its pieces are the smallest
 
@@ -36,23 +35,27 @@ struct FewPlan {
   int pages;          // int32 [most], of candidates
   int values;         // float [G][most]
   int end;
+  float zero;         // of the bins' depths
   __host__ __device__ int cluster() const { return 1 << cluster_shift; }
 };
 
-// What the CTAs of a cluster write into each other is marked "from all".
+// Shared memory of a CTA; SelectManyKernel's too. What the CTAs of a cluster write into each other is marked "from all".
 struct FewShared {
   uint64_t states_here, counts_here[2], contenders_here;  // barriers of what comes from all
   alignas(16) uint32_t counts[kBins];
+  uint32_t low_keys[kBins];
   uint64_t contenders[kFewContenders];  // from all
   uint64_t finalists[kFinalists];
   uint32_t listed[kFewSlice / 32];  // bitset of the slice's candidates, if there are lists
   uint32_t shares[kMaxGroup];
-  float norm[kMaxGroup];  // what is taken off a head's lse
+  alignas(16) float norm[kMaxGroup];  // what is taken off a head's lse; +inf after the last head
+  uint32_t peaks[kMaxGroup];  // select_many.cuh
   uint32_t warp_count[kFewThreads / 32];
   uint32_t lower[kBins + 1];  // pages of CTAs of lower rank in better bins
   uint32_t rescan;            // bits of heads
   uint32_t num_mine;
   uint32_t num_finalists;
+  uint32_t num_lower;  // select_many.cuh
   Found found;
   uint64_t weakest;  // the pair of the weakest page chosen
 };
@@ -271,20 +274,29 @@ __device__ __forceinline__ void SetNorm(const SelectArgs& args, const Few& few, 
 }
 
 // Reads the whole row of the heads that were noted, by every CTA for itself.
-__device__ __noinline__ void Rescan(const SelectArgs& args, const Few& few, FewShared* shared) {
-  SelectArgs quiet = args;
-  quiet.num_faults = nullptr;  // they were counted
+__device__ __forceinline__ void Rescan(const SelectArgs& args, const Few& few, FewShared* shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll 1
   for (int g = 0; g < args.group; ++g) {
     if ((shared->rescan >> g & 1) == 0) continue;
 #pragma unroll 1
-    for (int piece = warp; piece < few.row.num_pieces; piece += static_cast<int>(blockDim.x) / 32)
-      few.states[piece] = ScanPiece(quiet, few.row, g, piece).state;
+    for (int piece = warp; piece < few.row.num_pieces; piece += static_cast<int>(blockDim.x) / 32) {
+      float4 x[kRuns];
+      few.states[piece] = ScanPiece(few.row, few.row.lse + g * args.lse_stride, piece, false, x,
+                                    nullptr /* NaNs were counted */, [](int, const float4(&)[kRuns]) {});
+    }
     __syncthreads();
     if (warp == 0) SetNorm(args, few, g, NormOf(MergePieces(few.states, few.row.num_pieces)), shared);
     __syncthreads();
   }
+}
+
+// The weakest keys of all bins, by the warps that have no head's norm to find, if there are any.
+__device__ __forceinline__ void FindLowKeys(int group, float zero, FewShared* shared) {
+  const auto threads = static_cast<int>(blockDim.x), busy = threads > 32 * group ? 32 * group : 0;
+  if (static_cast<int>(threadIdx.x) < busy) return;
+#pragma unroll 1
+  for (int b = static_cast<int>(threadIdx.x) - busy; b < kBins; b += threads - busy) shared->low_keys[b] = LowKeyOf(b, zero);
 }
 
 // Norms of the heads, a warp each.
@@ -295,6 +307,7 @@ __device__ __forceinline__ void FindNorms(const SelectArgs& args, const FewPlan&
   if (threadIdx.x == 0)
     ExpectFromAll(plan.cluster_shift == 0, &shared->states_here, static_cast<uint32_t>(num_pieces * args.group) * 8);
   WaitForAll(plan.cluster_shift == 0, &shared->states_here, 0);
+  FindLowKeys(args.group, plan.zero, shared);
   if (g < args.group) {
     const State state = MergePieces(few.states + g * kMaxPieces, num_pieces);
     SetNorm(args, few, g, kListed ? NormAfterRefine(before, state, g, shared) : NormOf(state), shared);

@@ -8,14 +8,12 @@
 
 namespace kvd::select {
 
-// A thread's pages of the slice, kQuads quads in a row: their keys, 0 for pages that may not be chosen. A pair has the
-// number in the row, or in the list, in place of the page: the order is the same.
-template <int kQuads>
+// A thread's quad of the slice: its pages' keys, 0 for pages that may not be chosen. A pair has the number in the row, or in
+// the list, in place of the page: the order is the same.
 struct Keys {
-  static constexpr int kNum = kQuads * kQuad;
   int at;     // of the first, in the slice
   int first;  // of the slice
-  uint32_t key[kNum];
+  uint32_t key[kQuad];
   __device__ __forceinline__ uint64_t pair(int i) const { return Pair(key[i], first + at + i); }
 };
 
@@ -40,23 +38,20 @@ __device__ __forceinline__ uint32_t FewAllowed(const SelectArgs& args, const Few
 }
 
 // Scores the thread's pages and counts their bins.
-template <int kQuads, bool kListed>
-__device__ __forceinline__ void ScoreOwn(const SelectArgs& args, const Few& few, FewShared* shared, Keys<kQuads>* own) {
+template <bool kListed>
+__device__ __forceinline__ void ScoreOwn(const SelectArgs& args, const Few& few, float zero, FewShared* shared, Keys* own) {
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    uint32_t* key = own->key + q * kQuad;
-    const int at = own->at + q * kQuad;
+  for (uint32_t& key : own->key) key = 0;
+  const uint32_t allowed = FewAllowed<kListed>(args, few, *shared, own->at);
+  if (allowed == 0) return;
+  const Scores scores = ScoresOf(args.group, shared->norm, [&](int first) {
+    return ReadHeads(args.group, first, few.values + own->at, few.stride);
+  });
 #pragma unroll
-    for (int i = 0; i < kQuad; ++i) key[i] = 0;
-    const uint32_t allowed = FewAllowed<kListed>(args, few, *shared, at);
-    if (allowed == 0) continue;
-    const Scores scores = ScoresOf(args.group, shared->norm, few.values + at, few.stride);
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      if ((allowed >> i & 1) == 0) continue;
-      key[i] = OrderedKey(scores.score[i]);
-      atomicAdd(&shared->counts[BinOf(scores.score[i])], 1u);
-    }
+  for (int i = 0; i < kQuad; ++i) {
+    if ((allowed >> i & 1) == 0) continue;
+    own->key[i] = OrderedKey(scores.score[i]);
+    atomicAdd(&shared->counts[BinOf(scores.score[i], zero)], 1u);
   }
 }
 
@@ -67,7 +62,7 @@ constexpr int kEach = kBins / 32;
 __device__ __forceinline__ void SumCounts(const uint32_t* counts, int num, uint32_t (&sum)[kEach]) {
 #pragma unroll
   for (uint32_t& s : sum) s = 0;
-#pragma unroll 2
+#pragma unroll 4
   for (int c = 0; c < num; ++c) {
     const auto* from =
         reinterpret_cast<const uint4*>(counts + c * kBins) + static_cast<int>(threadIdx.x) % 32 * (kEach / 4);
@@ -102,16 +97,15 @@ __device__ __forceinline__ void FindBinOf(const uint32_t* counts, int num, uint3
   const uint32_t through = SumThrough(sum), need = min(at_most, __shfl_sync(kAllLanes, through, 31));
   if (need == 0 && lane == 0) shared->found = {-1, 0, 0, 0, 0, 0};
   if (need == 0 || need > through || need <= through - sum) return;
-  Found found = {-1, need, through - sum, 0, 0, 0};
+  Found found = {lane * kEach, need, through - sum, count[0], 0, 0};
+  uint32_t before = through - sum;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (found.bin >= 0) continue;
-    if (need - found.above <= count[i]) {
-      found.bin = lane * kEach + i;
-      found.inside = count[i];
-    } else {
-      found.above += count[i];
-    }
+  for (int i = 0; i + 1 < kEach; ++i) {
+    before += count[i];
+    if (before >= need) continue;
+    found.bin = lane * kEach + i + 1;
+    found.above = before;
+    found.inside = count[i + 1];
   }
   shared->found = found;
 }
@@ -177,18 +171,17 @@ __device__ __forceinline__ Found FindBinOfAll(const FewPlan& plan, const Few& fe
 }
 
 // Finds the cut from the counted scores; no page can be chosen if its count is 0.
-template <int kQuads>
 __device__ __forceinline__ Cut FindFewCut(const SelectArgs& args, const FewPlan& plan, const Few& few,
-                                          const Keys<kQuads>& own, FewShared* shared) {
+                                          const Keys& own, FewShared* shared) {
   Found found = FindBinOfAll(plan, few, static_cast<uint32_t>(args.num_select), 0, shared);
   if (found.bin < 0) return {};
-  Cut cut = CutAt(found);
+  Cut cut = CutAt(found, shared->low_keys);
 #pragma unroll 1
   for (int level = 1; cut.inside > kFewContenders; ++level) {  // seldom: ties, or large K
     ClearCounts(shared);
     const int shift = FineShiftOf(cut);
 #pragma unroll
-    for (int k = 0; k < own.kNum; ++k) {
+    for (int k = 0; k < kQuad; ++k) {
       const uint64_t pair = own.pair(k);
       if (pair >= cut.low && pair <= cut.high) atomicAdd(&shared->counts[FineBinOf(cut, shift, pair)], 1u);
     }
@@ -202,13 +195,12 @@ __device__ __forceinline__ Cut FindFewCut(const SelectArgs& args, const FewPlan&
 // --- the weakest page chosen, and the list -------------------------------------------------------
 
 // Hands the pairs in the cut to all CTAs, each in a place of its own, and waits for theirs.
-template <int kQuads>
-__device__ __forceinline__ void SpreadContenders(const FewPlan& plan, const Keys<kQuads>& own, const Cut& cut,
+__device__ __forceinline__ void SpreadContenders(const FewPlan& plan, const Keys& own, const Cut& cut,
                                                  FewShared* shared) {
   const bool alone = plan.cluster_shift == 0;
   if (threadIdx.x == 0) ExpectFromAll(alone, &shared->contenders_here, cut.inside * 8);
 #pragma unroll
-  for (int k = 0; k < own.kNum; ++k) {
+  for (int k = 0; k < kQuad; ++k) {
     const uint64_t pair = own.pair(k);
     if (pair < cut.low || pair > cut.high) continue;
     uint64_t* place = &shared->contenders[cut.lower_inside + atomicAdd(&shared->num_mine, 1u)];
@@ -219,7 +211,7 @@ __device__ __forceinline__ void SpreadContenders(const FewPlan& plan, const Keys
 }
 
 // Cuts the contenders, which every CTA has, to at most kFinalists, and lists these.
-__device__ __noinline__ Cut FindFinalists(const Cut& cut, FewShared* shared) {
+__device__ __forceinline__ Cut FindFinalists(const Cut& cut, FewShared* shared) {
   const uint32_t first = threadIdx.x, threads = blockDim.x;
   Cut fine = cut;
 #pragma unroll 1
@@ -252,12 +244,17 @@ __device__ __forceinline__ void FindWeakest(const Cut& cut, FewShared* shared) {
   const bool few = cut.inside <= kFinalists;
   const Cut fine = few ? cut : FindFinalists(cut, shared);
   const uint64_t* list = few ? shared->contenders : shared->finalists;
-  const uint64_t a = lane < fine.inside ? list[lane] : 0, b = lane + 32 < fine.inside ? list[lane + 32] : 0;
+  uint64_t own[kFinalists / 32];
+#pragma unroll
+  for (uint32_t k = 0; k < kFinalists / 32; ++k) own[k] = lane + 32 * k < fine.inside ? list[lane + 32 * k] : 0;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / 32; i < fine.inside; i += blockDim.x / 32) {
     const uint64_t pair = list[i];
-    const int better = __popc(__ballot_sync(kAllLanes, a > pair)) + __popc(__ballot_sync(kAllLanes, b > pair));
-    if (lane == 0 && better == static_cast<int>(fine.count - fine.above) - 1) shared->weakest = pair;
+    uint32_t better = 0;
+#pragma unroll
+    for (const uint64_t other : own) better += other > pair ? 1 : 0;
+    better = __reduce_add_sync(kAllLanes, better);
+    if (lane == 0 && better == fine.count - fine.above - 1) shared->weakest = pair;
   }
   __syncthreads();
 }
@@ -273,15 +270,15 @@ __device__ __forceinline__ int NumLower(const Cut& cut, const FewShared& shared)
 
 // Writes the slice's pages whose pairs are no less than the weakest's, in order, from place `at` of
 // `out` on; returns the thread's, as bits.
-template <int kQuads, bool kListed>
-__device__ __forceinline__ uint32_t WriteFew(const Few& few, const Keys<kQuads>& own, int at, int32_t* out,
+template <bool kListed>
+__device__ __forceinline__ uint32_t WriteFew(const Few& few, const Keys& own, int at, int32_t* out,
                                              FewShared* shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const uint64_t weakest = shared->weakest;
   uint32_t mine = 0;
   int before = 0, all = 0;
 #pragma unroll
-  for (int k = 0; k < own.kNum; ++k) {
+  for (int k = 0; k < kQuad; ++k) {
     const bool chosen = own.pair(k) >= weakest;
     const uint32_t votes = __ballot_sync(kAllLanes, chosen);
     mine |= static_cast<uint32_t>(chosen) << k;
@@ -293,18 +290,17 @@ __device__ __forceinline__ uint32_t WriteFew(const Few& few, const Keys<kQuads>&
   const uint32_t count = lane < static_cast<int>(blockDim.x) / 32 ? shared->warp_count[lane] : 0;
   out += at + before + static_cast<int>(__reduce_add_sync(kAllLanes, lane < warp ? count : 0));
 #pragma unroll
-  for (int k = 0; k < own.kNum; ++k)
+  for (int k = 0; k < kQuad; ++k)
     if ((mine >> k & 1) != 0) *out++ = kListed ? few.pages[own.at + k] : own.first + own.at + k;
   return mine;
 }
 
 // Leaves the shares of the slice's candidates: the thread's chosen pages, and those that are always
 // kept.
-template <int kQuads>
 __device__ __forceinline__ void SumShares(const SelectArgs& args, const Lists& lists, const FewPlan& plan,
-                                          const Few& few, const Keys<kQuads>& own, uint32_t chosen, FewShared* shared) {
+                                          const Few& few, const Keys& own, uint32_t chosen, FewShared* shared) {
 #pragma unroll
-  for (int k = 0; k < own.kNum; ++k) {
+  for (int k = 0; k < kQuad; ++k) {
     const int page = own.first + own.at + k;
     const bool kept = page < few.row.first_selectable || (page >= few.row.end_selectable && page < few.num);
     if (own.at + k < few.own() && kept) chosen |= 1u << k;
@@ -313,7 +309,7 @@ __device__ __forceinline__ void SumShares(const SelectArgs& args, const Lists& l
   for (int g = 0; g < args.group; ++g) {
     uint32_t sum = 0;
 #pragma unroll
-    for (int k = 0; k < own.kNum; ++k)
+    for (int k = 0; k < kQuad; ++k)
       if ((chosen >> k & 1) != 0) sum += ShareOf(few.values[g * few.stride + own.at + k], shared->norm[g]);
     AddShares(sum, &shared->shares[g]);
   }
@@ -327,7 +323,10 @@ __device__ __forceinline__ void InitialiseFew(const FewPlan& plan, FewShared* sh
   for (int b = i; b < kBins; b += threads) shared->counts[b] = 0;
 #pragma unroll 1
   for (int w = i; w < kFewSlice / 32; w += threads) shared->listed[w] = 0;
-  if (i < kMaxGroup) shared->shares[i] = 0;
+  if (i < kMaxGroup) {
+    shared->shares[i] = 0;
+    shared->norm[i] = -NegativeInfinity();
+  }
   if (i == 0) {
     shared->num_mine = 0;
     shared->num_finalists = 0;
@@ -346,20 +345,18 @@ __device__ __forceinline__ void InitialiseFew(const FewPlan& plan, FewShared* sh
   if (plan.cluster_shift > 0) ptx::ClusterArrive();
 }
 
-// Grid: (rank, KV head, sequence). kQuads: of a thread; kListed: `args` has the candidates that the first select
-// listed, and `lists` their shares.
-template <int kQuads, bool kListed>
+// Grid: (rank, KV head, sequence). kListed: `args` has the candidates that the first select listed, and `lists` their
+// shares.
+template <bool kListed>
 __global__ void __launch_bounds__(kFewThreads, 1)
     SelectFewKernel(const __grid_constant__ SelectArgs args, const __grid_constant__ Lists lists,
                     const __grid_constant__ FewPlan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto* shared = reinterpret_cast<FewShared*>(memory);
   InitialiseFew(plan, shared);
-  // Parameters come by lines of 64 bytes, a wait each: here they are waited for while the last
-  // kernel still runs.
-  asm volatile("" ::"r"(args.n_sink), "l"(args.num_pages), "l"(args.pages), "l"(args.log_norm), "l"(lists.shares),
-               "r"(plan.cluster()), "r"(plan.end)
-               : "memory");
+  AwaitParameters(args);
+  AwaitParameters(lists);
+  AwaitParameters(plan);
   const float mean = MeanOf(args);
   Few few = MakeFew(plan, memory);
   Before before;
@@ -368,19 +365,19 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   } else {
     ReadPages(args, plan, &few, shared);
   }
-  Keys<kQuads> own;
+  Keys own;
   own.first = few.first;
-  own.at = static_cast<int>(threadIdx.x) * own.kNum;
+  own.at = static_cast<int>(threadIdx.x) * kQuad;
+  LetSuccessorStart();  // attend asks for what is older before it waits
   FindNorms<kListed>(args, plan, few, before, shared);
-  ScoreOwn<kQuads, kListed>(args, few, shared, &own);
+  ScoreOwn<kListed>(args, few, plan.zero, shared, &own);
   __syncthreads();
   const Cut cut = FindFewCut(args, plan, few, own, shared);
-  LetSuccessorStart();
   uint32_t chosen = 0;
   if (cut.count != 0) {
     SpreadContenders(plan, own, cut, shared);
     FindWeakest(cut, shared);
-    chosen = WriteFew<kQuads, kListed>(few, own, NumLower(cut, *shared), OutOf(args, lists, few.row), shared);
+    chosen = WriteFew<kListed>(few, own, NumLower(cut, *shared), OutOf(args, lists, few.row), shared);
   }
   FinishRow(args, lists, few.row, cut.count, shared->weakest, mean,
             few.rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x),

@@ -11,10 +11,10 @@ namespace kvd::select {
 
 // --- the order of scores -------------------------------------------------------------------------
 
-// An unsigned integer of the same order; never 0.
+// An unsigned integer of the same order; never 0. REQUIRES: x is not NaN.
 __device__ __forceinline__ uint32_t OrderedKey(float x) {
   const int bits = __float_as_int(x + 0.0f);  // -0 becomes 0
-  return max(static_cast<uint32_t>(bits ^ ((bits >> 31) | static_cast<int>(0x80000000u))), 1u);
+  return static_cast<uint32_t>(bits ^ ((bits >> 31) | static_cast<int>(0x80000000u)));
 }
 __device__ __forceinline__ float FromOrderedKey(uint32_t key) {
   return __uint_as_float((key & 0x80000000u) != 0 ? key ^ 0x80000000u : ~key);
@@ -33,24 +33,33 @@ __device__ __forceinline__ int PageOf(uint64_t pair) {
 
 // --- bins ----------------------------------------------------------------------------------------
 
-// 32 bins for each octave of -score from 1 to 240, the best bin first; the last takes all that is
-// worse.
-constexpr int kBinShift = 18;
-constexpr int kFirstBin = 127 << (23 - kBinShift);
+// The shares of a head sum to 1, so no more than K pages have a mean share of 1 / K or more: the K-th lies below, mostly
+// by a few nats. Bins are of the depth below e / K, the best first: 64 for each octave from 1 to 8, 16 from there to 128;
+// the first takes all that is better, the last all that is worse. `zero`, where depths begin, is -1 at most: a depth is
+// then no larger than its score, and no two scores have the same.
 constexpr int kLastBin = kBins - 1;
-__device__ __forceinline__ int BinOf(float score) {
-  const int depth =
-      __float_as_int(score) ^ static_cast<int>(0x80000000u);  // the bits of -score; below 0 for scores above 0
-  return min(max((depth >> kBinShift) - kFirstBin, 0), kLastBin);
+constexpr int kFineShift = 17, kCoarseShift = 19;
+constexpr int kFirstFine = 127 << (23 - kFineShift), kFirstCoarse = 130 << (23 - kCoarseShift);
+constexpr int kFineBins = (130 << (23 - kFineShift)) - kFirstFine;
+static_assert(kFineBins + (134 << (23 - kCoarseShift)) - kFirstCoarse == kBins);
+__device__ __forceinline__ int BinOf(float score, float zero) {
+  const int depth = __float_as_int(zero - score);  // below 0 for scores above
+  const int fine = (depth >> kFineShift) - kFirstFine, coarse = (depth >> kCoarseShift) + (kFineBins - kFirstCoarse);
+  return fine < kFineBins ? max(fine, 0) : min(coarse, kLastBin);
 }
-// The keys of a bin's weakest and best scores.
-__device__ __forceinline__ uint32_t LowKeyOf(int bin) {
-  return bin == kLastBin ? 1u : 0x7FFFFFFFu - ((static_cast<uint32_t>(kFirstBin + bin + 1) << kBinShift) - 1);
+// The weakest key of a bin.
+__device__ __forceinline__ uint32_t LowKeyOf(int bin, float zero) {
+  if (bin == kLastBin) return 1;
+  const int next = bin + 1;
+  const int depth = next <= kFineBins ? (next + kFirstFine) << kFineShift
+                                      : (next - kFineBins + kFirstCoarse) << kCoarseShift;
+  uint32_t key = OrderedKey(zero - __int_as_float(depth));  // but for rounding
+#pragma unroll 1
+  while (BinOf(FromOrderedKey(key), zero) > bin) ++key;
+#pragma unroll 1
+  while (BinOf(FromOrderedKey(key - 1), zero) <= bin) --key;
+  return key;
 }
-__device__ __forceinline__ uint32_t HighKeyOf(int bin) {
-  return bin == 0 ? 0xFFFFFFFFu : 0x7FFFFFFFu - (static_cast<uint32_t>(kFirstBin + bin) << kBinShift);
-}
-
 // Where the page that is `need`-th from the best lies, among counted bins; and, where CTAs share a
 // row, where this one stands.
 struct Found {
@@ -72,16 +81,17 @@ struct Cut {
   uint32_t lower_above;   // pairs above `high` in CTAs of lower rank
   uint32_t lower_inside;  // and in [low, high]
 };
-__device__ __forceinline__ Cut CutAt(const Found& found) {
-  return {Pair(LowKeyOf(found.bin), kMaxPages - 1),
-          Pair(HighKeyOf(found.bin), 0),
+// `low_keys`: of each bin.
+__device__ __forceinline__ Cut CutAt(const Found& found, const uint32_t* low_keys) {
+  return {Pair(low_keys[found.bin], kMaxPages - 1),
+          Pair(found.bin == 0 ? 0xFFFFFFFFu : low_keys[found.bin - 1] - 1, 0),
           found.need,
           found.above,
           found.inside,
           found.lower_above,
           found.lower_inside};
 }
-// A cut of more than kContenders pairs is cut again into at most kBins bins of 2^shift pairs, the
+// A cut of too many pairs is cut again into at most kBins bins of 2^shift pairs, the
 // best first: a pair's bin, and the cut to the bin that was found.
 __device__ __forceinline__ int FineShiftOf(const Cut& cut) {
   return max(0, 64 - __clzll(static_cast<long long>(cut.high - cut.low)) - 8);
@@ -128,64 +138,70 @@ __device__ __forceinline__ float Offset(float norm) { return norm == NegativeInf
 
 constexpr float kLowest = -3.402823466e38f;
 
-// Four neighbours' best shares and scores, ln sum_g exp(x_g - norm_g) in the order of the heads.
-struct Scores {
-  float top[kQuad];
-  float score[kQuad];
-};
-
-// Four heads' lse of four pages, as shares; NaN counts as -inf, and so do heads that there are not.
+// Four heads' lse of four pages, and what is taken off them to make them shares: +inf for heads that there are not.
 constexpr int kHeads = 4;
-__device__ __forceinline__ void ReadShares(int group, const float* norm, const float* values, int64_t stride, int first,
-                                           float (&x)[kHeads][kQuad]) {
+struct Heads {
+  float4 lse[kHeads];
+};
+// As shares; NaN counts as -inf.
+__device__ __forceinline__ void SharesOf(const Heads& heads, const float* norm, float (&x)[kHeads][kQuad]) {
+  const float4 norms = *reinterpret_cast<const float4*>(norm);
+  const float off[kHeads] = {norms.x, norms.y, norms.z, norms.w};
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
-    const int g = min(first + h, group - 1);
-    const float4 v = *reinterpret_cast<const float4*>(values + g * stride);
-    const float off = first + h < group ? norm[g] : -NegativeInfinity();
-    x[h][0] = fmaxf(v.x - off, NegativeInfinity());
-    x[h][1] = fmaxf(v.y - off, NegativeInfinity());
-    x[h][2] = fmaxf(v.z - off, NegativeInfinity());
-    x[h][3] = fmaxf(v.w - off, NegativeInfinity());
+    x[h][0] = fmaxf(heads.lse[h].x - off[h], NegativeInfinity());
+    x[h][1] = fmaxf(heads.lse[h].y - off[h], NegativeInfinity());
+    x[h][2] = fmaxf(heads.lse[h].z - off[h], NegativeInfinity());
+    x[h][3] = fmaxf(heads.lse[h].w - off[h], NegativeInfinity());
   }
+}
+// Four heads from `first` on; those after the last head are its again. `at`: of head 0, heads `stride` apart.
+__device__ __forceinline__ Heads ReadHeads(int group, int first, const float* at, int64_t stride) {
+  Heads heads;
+  at += first * stride;
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    heads.lse[h] = *reinterpret_cast<const float4*>(at);
+    if (first + h + 1 < group) at += stride;
+  }
+  return heads;
 }
 __device__ __forceinline__ float TopOf(const float (&x)[kHeads][kQuad], int i, float top) {
   return fmaxf(fmaxf(fmaxf(top, x[0][i]), fmaxf(x[1][i], x[2][i])), x[3][i]);
 }
 
-// `values`: of head 0, those of a head `stride` after the last's; `norm`: of each head. Written so
-// that no compiler has a choice where to round.
-__device__ __forceinline__ Scores ScoresOf(int group, const float* norm, const float* values, int64_t stride) {
-  float x[kHeads][kQuad];
+// Four neighbours' scores, ln sum_g exp(x_g - norm_g) in the order of the heads. Read(first) gives four heads' values;
+// `norm` is of all heads, aligned, and +inf up to kMaxGroup. Written so that no compiler has a choice where to round.
+struct Scores {
+  float score[kQuad];
+};
+template <class Read>
+__device__ __forceinline__ Scores ScoresOf(int group, const float* norm, Read read) {
+  float x[kHeads][kQuad], top[kQuad];
   Scores s;
-  ReadShares(group, norm, values, stride, 0, x);
+  SharesOf(read(0), norm, x);
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) {
-    s.top[i] = TopOf(x, i, kLowest);
-    s.score[i] = ptx::Exp2((x[0][i] - s.top[i]) * kLog2e);
+    top[i] = TopOf(x, i, kLowest);
+    s.score[i] = ptx::Exp2((x[0][i] - top[i]) * kLog2e);
 #pragma unroll
-    for (int h = 1; h < kHeads; ++h) s.score[i] = __fadd_rn(s.score[i], ptx::Exp2((x[h][i] - s.top[i]) * kLog2e));
+    for (int h = 1; h < kHeads; ++h) s.score[i] = __fadd_rn(s.score[i], ptx::Exp2((x[h][i] - top[i]) * kLog2e));
   }
 #pragma unroll 1
   for (int first = kHeads; first < group; first += kHeads) {
-    ReadShares(group, norm, values, stride, first, x);
+    SharesOf(read(first), norm + first, x);
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      const float top = TopOf(x, i, s.top[i]);
-      float sum = fmaf(s.score[i], ptx::Exp2((s.top[i] - top) * kLog2e), ptx::Exp2((x[0][i] - top) * kLog2e));
+      const float more = TopOf(x, i, top[i]);
+      float sum = fmaf(s.score[i], ptx::Exp2((top[i] - more) * kLog2e), ptx::Exp2((x[0][i] - more) * kLog2e));
 #pragma unroll
-      for (int h = 1; h < kHeads; ++h) sum = __fadd_rn(sum, ptx::Exp2((x[h][i] - top) * kLog2e));
+      for (int h = 1; h < kHeads; ++h) sum = __fadd_rn(sum, ptx::Exp2((x[h][i] - more) * kLog2e));
       s.score[i] = sum;
-      s.top[i] = top;
+      top[i] = more;
     }
   }
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    // The sum is 0 or at least 1: no rounding puts a score below its top, on which the bound
-    // relies.
-    const float log2 = ptx::Log2(s.score[i]);
-    s.score[i] = fmaf(s.score[i] >= 1 ? fmaxf(log2, 0) : log2, kLn2, s.top[i]);
-  }
+  for (int i = 0; i < kQuad; ++i) s.score[i] = fmaf(ptx::Log2(s.score[i]), kLn2, top[i]);
   return s;
 }
 

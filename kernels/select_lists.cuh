@@ -19,7 +19,7 @@ struct Lists {
   int max_candidates;
   int32_t* candidates;      // [rows, max_candidates] out; null: pages are selected, nothing is listed
   int32_t* num_candidates;  // [rows] out
-  uint32_t* shares;         // [rows, G, kMaxCluster] of the candidates of each CTA, in 1 / kOne of the
+  uint32_t* shares;         // [rows, G, kMaxTeam] of the candidates of each CTA, in 1 / kOne of the
                             // head's norm
   float* norms;             // [rows, G] what is taken off a head's lse: +inf for a head without mass
 };
@@ -83,16 +83,16 @@ __device__ __forceinline__ void AddShares(uint32_t mine, uint32_t* sum) {
 
 // Leaves a CTA's shares and the row's norms for the second select. REQUIRES: called by all threads.
 __device__ __forceinline__ void PutShares(const SelectArgs& args, const Lists& lists, const Row& row, const float* norm,
-                                          int rank, int cluster, const uint32_t* sums) {
+                                          int rank, int team, const uint32_t* sums) {
   __syncthreads();
   const auto thread = static_cast<int>(threadIdx.x);
   if (rank == 0 && thread < args.group) lists.norms[row.index * args.group + thread] = norm[thread];
-  // The places of CTAs that this cluster does not have are the first CTA's to clear.
-  const int last = rank == 0 ? kMaxCluster - cluster : 0;
+  // The places of CTAs that the row does not have are the first CTA's to clear.
+  const int last = rank == 0 ? kMaxTeam - team : 0;
 #pragma unroll 1
   for (int i = thread; i < args.group * (last + 1); i += static_cast<int>(blockDim.x)) {
     const int g = i % args.group, which = i / args.group;
-    lists.shares[(row.index * args.group + g) * kMaxCluster + (which == 0 ? rank : cluster + which - 1)] =
+    lists.shares[(row.index * args.group + g) * kMaxTeam + (which == 0 ? rank : team + which - 1)] =
         which == 0 ? sums[g] : 0;
   }
 }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void PutShares(const SelectArgs& args, const Lists& l
 // A warp's r of a head: number `head` of all rows'.
 __device__ __forceinline__ float RestOf(const Lists& lists, int64_t head) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const uint32_t sum = __reduce_add_sync(kAllLanes, lane < kMaxCluster ? lists.shares[head * kMaxCluster + lane] : 0);
+  const uint32_t sum = __reduce_add_sync(kAllLanes, lists.shares[head * kMaxTeam + lane]);
   constexpr auto kWhole = static_cast<uint32_t>(kOne);
   return static_cast<float>(kWhole - min(sum, kWhole)) / kOne;
 }

@@ -1,9 +1,7 @@
 // How a row of select is cut.
 //
-// A row's pages are cut into at most kMaxPieces pieces of a size that depends on num_pages alone; a piece is the work
-// of one warp. Four neighbouring pages are a quad, which a lane reads with one load. A lane's quads of a piece form one
-// group, or four. First each head's values are scanned for every piece's state; of rows of many pages by a kernel that goes
-// before, and leaves in `scratch` the states and the best value in each group, among pages that may be chosen.
+// A row's pages are cut into at most kMaxPieces pieces of a size that depends on num_pages alone; a head's values of a piece
+// are the work of one warp. Four neighbouring pages are a quad, which a lane reads with one load.
 // Repeatability: a piece's state is made in one order: every lane its own pages, then the lanes together. So Z_g and
 // all that follows depends on the row's values alone. Device code only. Internal to select.cu.
 
@@ -19,9 +17,7 @@ namespace kvd::select {
 
 using ptx::kAllLanes;
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
-constexpr int kMaxCluster = 16;
+constexpr int kMaxTeam = 32;     // CTAs that share a row
 constexpr int kMaxGroup = 16;
 constexpr int kQuad = 4;         // pages
 constexpr int kRun = 128;        // pages that a warp reads with one instruction
@@ -29,8 +25,7 @@ constexpr int kRuns = 4;         // in flight
 constexpr int kPieceShift = 9;   // the smallest piece is 512 pages, a run of each lane
 constexpr int kMaxPieces = 128;  // of a row
 constexpr int kBins = 256;       // of a count of keys
-constexpr int kContenders = 256;
-static_assert(kRun * kRuns == 1 << kPieceShift && kMaxGroup <= kWarps && kBins == kContenders);
+static_assert(kRun * kRuns == 1 << kPieceShift && kMaxTeam <= 32);
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -48,16 +43,6 @@ __host__ __device__ inline int PieceShiftOf(int num_pages) {
   while (num_pages > kMaxPieces << shift) ++shift;
   return shift;
 }
-
-// What is the same for all rows of a launch; made on the host.
-struct Tables {
-  int max_pieces;   // of a row of lse_stride pages
-  int group_shift;  // log2 of a piece's groups: 5, or 7 if a lane has four
-  State* states;    // [rows, G, max_pieces]
-  float* best;      // [rows, G, max_pieces, groups]
-  __host__ __device__ bool is_fine() const { return group_shift > 5; }
-  __host__ __device__ int piece_groups() const { return 1 << group_shift; }
-};
 
 // A row's pages.
 struct Row {
@@ -86,9 +71,12 @@ __device__ __forceinline__ Row MakeRow(const SelectArgs& args, int sequence, int
 
 // Which pages of the quad from `page` on may be chosen, in the lowest four bits.
 __device__ __forceinline__ uint32_t AllowedOf(const Row& row, int page) {
-  const int low = max(row.first_selectable - page, 0), high = min(row.end_selectable - page, kQuad);
-  if (low >= high) return 0;
-  const uint32_t inside = (15u >> (kQuad - high)) & (15u << low);
+  uint32_t inside = 15;
+  if (page < row.first_selectable || page + kQuad > row.end_selectable) {
+    const int low = max(row.first_selectable - page, 0), high = min(row.end_selectable - page, kQuad);
+    if (low >= high) return 0;
+    inside = (15u >> (kQuad - high)) & (15u << low);
+  }
   return row.selectable == nullptr ? inside : row.selectable[page / 32] >> (page % 32) & inside;
 }
 

@@ -1,10 +1,8 @@
-// The first reading of a row's values: states and best values (select_row.cuh), and the kernel that makes them of long
-// rows, on all SMs. Device code only. Internal to select.cu.
+// The first reading of a row's values: the states of its pieces. Device code only. Internal to select.cu.
 
 #ifndef LOCKS_KVD_KERNELS_SELECT_SCAN_CUH_
 #define LOCKS_KVD_KERNELS_SELECT_SCAN_CUH_
 
-#include "kernels/launch.cuh"
 #include "kernels/select_row.cuh"
 
 namespace kvd::select {
@@ -37,18 +35,18 @@ __device__ __noinline__ int DropNaNs(float4* x) {
   return num;
 }
 
-// A lane's quads from page `first` on; -inf where the row has ended.
-__device__ __forceinline__ void ReadQuads(const Row& row, const float* lse, int first, float4 (&x)[kRuns]) {
-  const bool whole = first + (kRuns - 1) * kRun + kQuad <= row.num_pages;
+// A lane's quads from page `first` on, as far as they are before `end`; and -inf in place of what the row has not.
+__device__ __forceinline__ void ReadQuads(const float* lse, int first, int end, float4 (&x)[kRuns]) {
 #pragma unroll
   for (int i = 0; i < kRuns; ++i) {
-    x[i] = float4{0, 0, 0, 0};
     const int page = first + i * kRun;
-    if (whole || page < row.num_pages) x[i] = __ldcg(reinterpret_cast<const float4*>(lse + page));
+    x[i] = page < end ? __ldcg(reinterpret_cast<const float4*>(lse + page)) : float4{0, 0, 0, 0};
   }
-  if (whole) return;
+}
+__device__ __forceinline__ void CutQuads(int first, int num_pages, float4 (&x)[kRuns]) {
+  if (first + (kRuns - 1) * kRun + kQuad <= num_pages) return;
   float4 cut[kRuns] = {x[0], x[1], x[2], x[3]};
-  MaskFrom(row.num_pages - first, cut);
+  MaskFrom(num_pages - first, cut);
 #pragma unroll
   for (int i = 0; i < kRuns; ++i) x[i] = cut[i];
 }
@@ -68,19 +66,26 @@ __device__ __forceinline__ State MergeLanes(const State& mine) {
   return {max, WarpSum(mine.sum * ptx::Exp2((mine.max - shift) * kLog2e))};
 }
 
-// The state of a piece with NaNs among its values, which are left out and counted.
-__device__ __noinline__ State StateWithoutNaNs(const Row& row, const float* lse, int begin, int* num_faults) {
+// The state of a piece with NaNs among its values, which are left out and counted. Takes no row: one that stood in memory
+// would be read from there everywhere.
+__device__ __noinline__ State StateWithoutNaNs(int num_pages, const float* lse, int begin, int end,
+                                               uint64_t* num_faults) {
   State state = {NegativeInfinity(), 0};
+  int num = 0;
 #pragma unroll 1
-  for (int run = begin; run < begin + (1 << row.piece_shift); run += kRuns * kRun) {
+  for (int run = begin; run < end; run += kRuns * kRun) {
+    const int first = run + kQuad * (static_cast<int>(threadIdx.x) % 32);
     float4 x[kRuns];
-    ReadQuads(row, lse, run + kQuad * (static_cast<int>(threadIdx.x) % 32), x);
+    ReadQuads(lse, first, num_pages, x);
+    CutQuads(first, num_pages, x);
     float4 clean[kRuns] = {x[0], x[1], x[2], x[3]};
-    *num_faults += DropNaNs(clean);
+    num += DropNaNs(clean);
 #pragma unroll
     for (int i = 0; i < kRuns; ++i) x[i] = clean[i];
     state = Add(state, x);
   }
+  if (num != 0 && num_faults != nullptr)
+    atomicAdd(reinterpret_cast<unsigned long long*>(num_faults), static_cast<unsigned long long>(num));
   return MergeLanes(state);
 }
 
@@ -91,68 +96,23 @@ __device__ __forceinline__ float BestOf(const float4& x, uint32_t allowed, float
   return (allowed & 8) != 0 ? fmaxf(best, x.w) : best;
 }
 
-// What a warp finds in a piece: the head's state, and each lane's best values of pages that may be chosen, for every
-// run of a quad a lane.
-struct Piece {
-  State state;
-  float best[kRuns];
-};
-__device__ __forceinline__ Piece ScanPiece(const SelectArgs& args, const Row& row, int head, int piece) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, begin = piece << row.piece_shift;
-  const float* lse = row.lse + head * args.lse_stride;
+// A warp's state of a head's values in a piece, of which `x` has each lane's first quads if they were `read` before.
+// Keep(first, x) is told all of them, from page `first` on.
+template <class Keep>
+__device__ __forceinline__ State ScanPiece(const Row& row, const float* lse, int piece, bool read, float4 (&x)[kRuns],
+                                           uint64_t* num_faults, Keep keep) {
+  const int begin = piece << row.piece_shift, end = begin + (1 << row.piece_shift);
   State mine = {NegativeInfinity(), 0};
-  Piece out;
-#pragma unroll
-  for (float& b : out.best) b = NegativeInfinity();
 #pragma unroll 1
-  for (int run = begin; run < begin + (1 << row.piece_shift); run += kRuns * kRun) {
-    const int first = run + kQuad * lane;
-    float4 x[kRuns];
-    ReadQuads(row, lse, first, x);
+  for (int run = begin; run < end; run += kRuns * kRun) {
+    const int first = run + kQuad * (static_cast<int>(threadIdx.x) % 32);
+    if (!read || run != begin) ReadQuads(lse, first, row.num_pages, x);
+    CutQuads(first, row.num_pages, x);
+    keep(first, x);
     mine = Add(mine, x);
-#pragma unroll
-    for (int i = 0; i < kRuns; ++i) out.best[i] = BestOf(x[i], AllowedOf(row, first + i * kRun), out.best[i]);
   }
-  out.state = MergeLanes(mine);
-  if (isnan(out.state.sum)) {
-    int num_faults = 0;
-    out.state = StateWithoutNaNs(row, lse, begin, &num_faults);
-    if (num_faults != 0 && args.num_faults != nullptr)
-      atomicAdd(reinterpret_cast<unsigned long long*>(args.num_faults), static_cast<unsigned long long>(num_faults));
-  }
-  return out;
-}
-
-// Writes the best values of a piece's groups.
-__device__ __forceinline__ void PutBest(const Tables& tables, const Piece& piece, float* groups) {
-  float* out = groups + threadIdx.x % 32;
-  if (tables.is_fine()) {
-#pragma unroll
-    for (int i = 0; i < kRuns; ++i) out[32 * i] = piece.best[i];
-  } else {
-    *out = fmaxf(fmaxf(piece.best[0], piece.best[1]), fmaxf(piece.best[2], piece.best[3]));
-  }
-}
-
-// A warp for each (row, head, piece).
-__global__ void __launch_bounds__(kThreads, 2)
-    ScanKernel(const __grid_constant__ SelectArgs args, const __grid_constant__ Tables tables) {
-  WaitForPredecessor();
-  const auto task = blockIdx.x * static_cast<uint32_t>(kWarps) + threadIdx.x / 32;
-  const auto heads = static_cast<uint32_t>(args.group), pieces = static_cast<uint32_t>(tables.max_pieces);
-  const auto piece = static_cast<int>(task % pieces), head = static_cast<int>(task / pieces % heads);
-  const auto index = static_cast<int>(task / pieces / heads);
-  const int sequence = index / args.num_kv_heads;
-  if (sequence < args.num_sequences) {
-    const Row row = MakeRow(args, sequence, index % args.num_kv_heads, args.num_pages[sequence]);
-    if (piece < row.num_pieces) {
-      const Piece found = ScanPiece(args, row, head, piece);
-      const int64_t at = (row.index * args.group + head) * tables.max_pieces + piece;
-      if (threadIdx.x % 32 == 0) tables.states[at] = found.state;
-      PutBest(tables, found, tables.best + at * tables.piece_groups());
-    }
-  }
-  LetSuccessorStart();
+  const State state = MergeLanes(mine);
+  return isnan(state.sum) ? StateWithoutNaNs(row.num_pages, lse, begin, end, num_faults) : state;
 }
 
 }  // namespace kvd::select

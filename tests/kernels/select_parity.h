@@ -165,7 +165,7 @@ class OnDevice {
     args_.log_norm = log_norm_.data();
     args_.num_faults = num_faults_.data();
     args_.scratch = scratch_.data();
-    scratch_.Poison();
+    scratch_.Poison(0);  // once, as select.h asks
     graph_ = std::make_unique<Graph>([&](cudaStream_t stream) { KVD_CUDA_OK(LaunchSelect(args_, stream)); });
   }
 
@@ -181,6 +181,7 @@ class OnDevice {
             num_faults_.Download()[0]};
   }
   void SetNumPages(const std::vector<int32_t>& num_pages) { num_pages_.Upload(num_pages); }
+  void SetLse(const std::vector<float>& lse) { lse_.Upload(lse); }
 
  private:
   DeviceArray<float> lse_;
