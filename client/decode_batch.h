@@ -1,4 +1,4 @@
-// The sparse decode step on a GPU, for a batch of sequences: score, select, resolve, append, fetch, attend.
+// The sparse decode step on a GPU, for a batch of sequences: score, select; find, append, fetch and attend.
 //
 // Two ways to run it, with the same results:
 //   captured     every daemon is reached by the peer path: Run enqueues kernels only, so all layers of a step can be

@@ -96,6 +96,8 @@ struct DecodeBatch::Impl {
   ResolveBatch ResolveOf(int layer) const;
   absl::Status Attend(const BatchInput& input, const UnitRef* list, const int32_t* counts, int max_list, float* o,
                       float* lse, cudaStream_t stream);
+  absl::Status AttendListed(const FetchArgs& fetch, const BatchInput& input, const BatchOutput& output,
+                            cudaStream_t stream);
   absl::Status FetchOnHost(int layer, const BatchInput& input, const BatchOutput& output, cudaStream_t stream);
   absl::Status ListMisses(int layer, cudaStream_t stream);
   absl::Status SettleMisses(int layer, cudaStream_t stream);

@@ -31,8 +31,6 @@ absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const Ba
     KVD_RETURN_IF_ERROR(GpuStatus(LaunchBeginStep(begin, stream), kWhat));
   }
   KVD_RETURN_IF_ERROR(Select(layer, input.q, stream));
-  const ResolveBatch resolve = ResolveOf(layer);
-  KVD_RETURN_IF_ERROR(GpuStatus(LaunchResolve(resolve, stream), kWhat));
   const FetchArgs fetch = {.shape = step_shape,
                            .layer = layer,
                            .rows = tables.rows,
@@ -40,27 +38,19 @@ absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const Ba
                            .v = input.v,
                            .arenas = arena_table.data(),
                            .arena_lost = arena_lost.data(),
-                           .resolve = resolve,
+                           .resolve = ResolveOf(layer),
                            .fetch = options.mode == BatchMode::kCaptured,
                            .max_units = max_units,
                            .units = units.data(),
                            .num_units = num_units.data(),
                            .figures = figures.data()};
-  KVD_RETURN_IF_ERROR(GpuStatus(LaunchFetchPages(fetch, stream), kWhat));
-  if (options.mode == BatchMode::kHostDriven) {
-    KVD_RETURN_IF_ERROR(FetchOnHost(layer, input, output, stream));
+  if (options.mode == BatchMode::kCaptured && options.step.verify != VerifyPolicy::kChecksum) {
+    AttendArgs attend = AttendArgsOf(shape, options.max_sequences, input.q);
+    attend.o = output.o;
+    attend.lse = output.lse;
+    KVD_RETURN_IF_ERROR(GpuStatus(LaunchFetchAndAttend(fetch, attend, stream), kWhat));
   } else {
-    if (options.step.verify == VerifyPolicy::kChecksum) {
-      const VerifyArgs verify = {
-          .fetch = fetch,
-          .coarse = coarse.data() + static_cast<size_t>(layer) * rows.size(),
-          .page_capacity = capacities.data(),
-          .coarse_bytes = shape.summary.coarse_bytes,
-          .checksum_at = static_cast<size_t>(shape.summary.coarse[kUnitChecksum])};
-      KVD_RETURN_IF_ERROR(GpuStatus(LaunchVerifyFetched(verify, stream), kWhat));
-    }
-    KVD_RETURN_IF_ERROR(
-        Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream));
+    KVD_RETURN_IF_ERROR(AttendListed(fetch, input, output, stream));
   }
   if (reports_mass()) {
     const MassBatch args = {.shape = step_shape,
@@ -79,6 +69,23 @@ absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const Ba
   }
   next_layer = (layer + 1) % shape.num_layers();
   return absl::OkStatus();
+}
+
+// By a list of units: where somebody else than the GPU fetches the misses, or looks at them before they are attended.
+absl::Status DecodeBatch::Impl::AttendListed(const FetchArgs& fetch, const BatchInput& input,
+                                             const BatchOutput& output, cudaStream_t stream) {
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchResolve(fetch.resolve, stream), kWhat));
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchFetchPages(fetch, stream), kWhat));
+  if (options.mode == BatchMode::kHostDriven)
+    return FetchOnHost(fetch.layer, input, output, stream);
+  const VerifyArgs verify = {
+      .fetch = fetch,
+      .coarse = coarse.data() + static_cast<size_t>(fetch.layer) * rows.size(),
+      .page_capacity = capacities.data(),
+      .coarse_bytes = shape.summary.coarse_bytes,
+      .checksum_at = static_cast<size_t>(shape.summary.coarse[kUnitChecksum])};
+  KVD_RETURN_IF_ERROR(GpuStatus(LaunchVerifyFetched(verify, stream), kWhat));
+  return Attend(input, units.data(), num_units.data(), max_units, output.o, output.lse, stream);
 }
 
 absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStream_t stream) {
@@ -112,9 +119,9 @@ absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStr
                        .num_faults = nullptr,
                        .scratch = select_scratch.data()};
   const CandidateLists lists = {.max_chosen = max_chosen,
-                                .max_candidates = max_candidates,
-                                .candidates = candidates.data(),
-                                .num_candidates = num_candidates.data()};
+                                .out = {.max_candidates = max_candidates,
+                                        .candidates = candidates.data(),
+                                        .num_candidates = num_candidates.data()}};
   return GpuStatus(LaunchPageSelection(scan, score, select, lists, stream), kWhat);
 }
 

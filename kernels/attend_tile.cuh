@@ -7,7 +7,7 @@
 // logits' layout is the right one as it stands, and which takes half of the registers.
 // Precision: probabilities enter the second product as two parts of the model's dtype, which keeps 2^-17 of each.
 // Lanes: lane 4 g + t holds rows g and g + 8 and columns 2 t and 2 t + 1 of every 16 x 8 product (ptx.cuh).
-// Device code only. Internal to attend.cu.
+// Device code only. Internal to attend*.cu.
 
 #ifndef LOCKS_KVD_KERNELS_ATTEND_TILE_CUH_
 #define LOCKS_KVD_KERNELS_ATTEND_TILE_CUH_
@@ -59,17 +59,59 @@ __device__ __forceinline__ float Weight(float x, float max) {
 constexpr int kSlots = 64;
 constexpr int kParts = 8;
 
+// Whether the last of `count` units is of a warp whose slots are [slot, slot + num).
+__device__ __forceinline__ bool HasLast(int count, int slot, int num) {
+  const int last = (count - 1) % kSlots - slot;
+  return count > 0 && last >= 0 && last < num;
+}
+
+// A CTA's shared memory, for its units' own use.
+struct UnitMemory {
+  unsigned char* areas;  // the warps', free until the first unit is asked for
+  int area_bytes;
+  unsigned char* own;  // SharedBytes()
+};
+
+// A row's units as the caller lists them. Other kinds of Units, with the same
+// members, are in attend_pages.cu and step_attend.cu.
+class ListedUnits {
+ public:
+  using Args = AttendArgs;
+  static __host__ __device__ __forceinline__ const AttendArgs& Common(const Args& args) { return args; }
+  static int SharedBytes(const Args& /*args*/, int /*area_bytes*/) { return 0; }
+  // Before the kernel waits for its predecessor. `rank`: of the CTA in its cluster.
+  __device__ __forceinline__ ListedUnits(const Args& args, int64_t row, int /*rank*/, const UnitMemory& /*memory*/)
+      : units_(args.units + row * args.max_units), num_units_(args.num_units + row), max_units_(args.max_units) {}
+  // By the warp whose slots are [slot, slot + num): after that wait, whole CTAs; before it reads a unit, `count` being the row's;
+  // and whole CTAs again when the cluster has waited for what each CTA did up to Begin.
+  __device__ __forceinline__ void Begin(int /*slot*/, int /*num*/) const {}
+  __device__ __forceinline__ void Append(int /*count*/, int /*slot*/, int /*num*/) const {}
+  __device__ __forceinline__ void End(int /*slot*/, int /*num*/) const {}
+  __device__ __forceinline__ int Count() const { return *num_units_; }
+  // Unit u, `is_first` of those that its warp asks for; anything from Count() on, so that it can be asked for before that is
+  // known.
+  __device__ __forceinline__ UnitRef At(int u, bool /*is_first*/) const {
+    return u < max_units_ ? units_[u] : UnitRef{nullptr, 0};
+  }
+
+ private:
+  const UnitRef* units_;
+  const int32_t* num_units_;
+  int max_units_;
+};
+
 // Goes through a warp's units of kEach neighbouring parts, from slot `slot` on, 16 tokens at a time: part by part, and
 // in each through units slot, slot + kSlots, ... Lanes hold the references of the next 32 / kEach units of each part.
 // All members but `mine` are the same in all lanes.
-template <int kEach>
+template <int kEach, class Units>
 class Tiles {
  public:
-  __device__ __forceinline__ Tiles(const UnitRef* units, int max_units, int slot)
-      : units_(units), max_units_(max_units), slot_(slot) {
-    Load(0);
+  // Asks for the first units and their count.
+  __device__ __forceinline__ Tiles(const Units& units, int slot) : units_(units), slot_(slot) {
+    Load(0, true);
+    num_units_ = units_.Count();
   }
-  __device__ __forceinline__ void SetCount(int num_units) { num_units_ = num_units; }
+  __device__ __forceinline__ int num_units() const { return num_units_; }
   // Moves on; false at the end.
   __device__ __forceinline__ bool Next() {
     first_ += kTile;
@@ -79,7 +121,7 @@ class Tiles {
         if (kEach == 1 || ++part_ == kEach) return false;
         turn_ = 0;
       }
-      if (kEach == 1 ? turn_ != 0 && turn_ % 32 == 0 : turn_ / kTurns != window_) Load(turn_ / kTurns);
+      if (kEach == 1 ? turn_ != 0 && turn_ % 32 == 0 : turn_ / kTurns != window_) Load(turn_ / kTurns, false);
       const int lane = part() * kTurns + turn_ % kTurns;
       unit_ = reinterpret_cast<const uint8_t*>(
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine_.unit), lane));
@@ -96,16 +138,15 @@ class Tiles {
 
  private:
   static constexpr int kTurns = 32 / kEach;
-  __device__ __forceinline__ void Load(int window) {
+  __device__ __forceinline__ void Load(int window, bool is_first) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int u = slot_ + lane / kTurns + (window * kTurns + lane % kTurns) * kSlots;
-    if (u < max_units_) mine_ = units_[u];
+    mine_ = units_.At(slot_ + lane / kTurns + (window * kTurns + lane % kTurns) * kSlots, is_first);
     window_ = window;
   }
-  const UnitRef* units_;
-  int max_units_, slot_;
-  int num_units_ = 0;
-  UnitRef mine_ = {nullptr, 0};
+  const Units& units_;
+  int slot_;
+  int num_units_;
+  UnitRef mine_;
   const uint8_t* unit_ = nullptr;
   int part_ = 0, turn_ = -1, window_ = 0, tokens_ = 0, first_ = 0;
 };
@@ -263,8 +304,8 @@ __device__ __forceinline__ void AddValues(uint32_t values, const Split (&parts)[
 }
 
 // Starts the copies of a warp's first tile. `area`: kWarpBytes of shared memory of its own.
-template <class S, int kEach>
-__device__ __forceinline__ void StartTile(const AttendArgs& args, uint32_t area, const Tiles<kEach>& tiles) {
+template <class S, class Tiles>
+__device__ __forceinline__ void StartTile(const AttendArgs& args, uint32_t area, const Tiles& tiles) {
   constexpr int kRow = 2 * S::kDim;
   StartRows<S>(area, tiles.Rows(kRow), tiles.num_tokens());
   ptx::AsyncCommit();
@@ -282,9 +323,9 @@ __device__ __forceinline__ State<S> EmptyState() {
 
 // Takes the warp's tile, whose copies are on their way, into the state, and starts those of the next. *more: there is
 // one.
-template <class S, int kEach>
-__device__ __forceinline__ void AttendTile(const AttendArgs& args, uint32_t area, const Queries<S>& q,
-                                           Tiles<kEach>* tiles, bool* more, State<S>* state) {
+template <class S, class Tiles>
+__device__ __forceinline__ void AttendTile(const AttendArgs& args, uint32_t area, const Queries<S>& q, Tiles* tiles,
+                                           bool* more, State<S>* state) {
   constexpr int kRow = 2 * S::kDim;
   const uint32_t keys = area, values = area + S::kAreaBytes;
   const int num_tokens = tiles->num_tokens(), to_values = args.page_tokens * kRow;
@@ -308,9 +349,9 @@ __device__ __forceinline__ void AttendTile(const AttendArgs& args, uint32_t area
 
 // All tiles of a warp with one part. A function of its own: written into the kernel's loop over parts, as it is where
 // there are several, it costs registers that this one then has to spill (3% at batch 1).
-template <class S>
-__device__ __forceinline__ State<S> AttendOnly(const AttendArgs& args, uint32_t area, const Queries<S>& q,
-                                               Tiles<1>* tiles, bool* more) {
+template <class S, class Tiles>
+__device__ __forceinline__ State<S> AttendOnly(const AttendArgs& args, uint32_t area, const Queries<S>& q, Tiles* tiles,
+                                               bool* more) {
   State<S> state = EmptyState<S>();
 #pragma unroll 1
   while (*more) AttendTile<S>(args, area, q, tiles, more, &state);

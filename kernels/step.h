@@ -117,7 +117,7 @@ struct AppendTokensArgs {
 // in the page cache, ring pages, tail (its rows up to and with this step's token); and fetches the misses among them into
 // their cache slots, straight from the mapped arenas. k and v are read before LaunchResolve has ended: it cannot write them.
 // Guard: as LaunchGatherUnits (kernels/gather.h): nothing is written to a slot before the generation was checked after
-// the copy. A unit that is not there is listed with 0 tokens, its page forgotten in the cache and its bit of `selectable`
+// the copy (LaunchFetchAndAttend: of each 8 KiB of it). A unit that is not there is listed with 0 tokens, its page forgotten in the cache and its bit of `selectable`
 // cleared; it is counted and, up to kMaxFailures, named in the row's figures.
 struct FetchArgs {
   StepShape shape;
@@ -136,6 +136,13 @@ struct FetchArgs {
 };
 // Stream and errors as LaunchBeginStep.
 [[nodiscard]] cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream);
+
+// LaunchResolve, LaunchFetchPages and LaunchAttend over what it lists in one launch, with the same maps, slots, selectable bits,
+// figures, o and lse; but no list is written, nor miss_idx and num_misses. Where shared memory has no room for K pages (above
+// some 3,200 at head dim 256) it is those three. REQUIRES: fetch.fetch; of `attend`, the units are not used.
+// Stream:   as above. All but the selected pages is read before the kernel just before has ended (kernels/launch.cuh): that
+//           one, select, must write nothing else that is read here.
+[[nodiscard]] cudaError_t LaunchFetchAndAttend(const FetchArgs& fetch, const AttendArgs& attend, cudaStream_t stream);
 
 // --- damage ---------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
 #include "kernels/launch.cuh"
 #include "kernels/step_append.cuh"
 #include "kernels/step_fail.cuh"
+#include "kernels/step_units.cuh"
 #include "kernels/unit_copy.cuh"
 
 namespace kvd {
@@ -14,7 +15,6 @@ constexpr int kThreads = 256;
 constexpr int kListThreads = 128;  // the last of a CTA
 constexpr int kListBarrier = 15;   // named; teams have 1 to 8
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-constexpr int kMaxListed = 4096;  // pages of one row's list
 constexpr int kMaxRows = 2048;    // (sequence, KV head) pairs
 // One an SM, which are placed in .3 us; they have 8 units of up to 8 KiB each on their way.
 constexpr int kFetchCtas = 132;
@@ -25,20 +25,8 @@ struct Shared {
   int32_t warp_sums[kThreads / 32];
 };
 
-__device__ __forceinline__ size_t UnitBytes(const StepShape& shape) {
-  return static_cast<size_t>(shape.head_dim) * static_cast<size_t>(shape.page_tokens) * 4;
-}
-
 // Position of a row's first selected page in its list of units.
 __device__ __forceinline__ int FirstSelected(const StepRow& row) { return row.num_sinks; }
-
-__device__ __forceinline__ uint8_t* CacheUnit(const FetchArgs& args, const StepRow& row, int head,
-                                              int slot) {
-  const StepShape& shape = args.shape;
-  const int64_t place =
-      (int64_t{args.layer} * shape.num_kv_heads + head) * shape.cache_slots + slot;
-  return row.cache + static_cast<size_t>(place) * UnitBytes(shape);
-}
 
 __device__ __forceinline__ void ListBarrier() {
   asm volatile("barrier.cta.sync %0, %1;" ::"n"(kListBarrier), "n"(kListThreads) : "memory");
@@ -134,58 +122,27 @@ __device__ int NumberMisses(const FetchArgs& args, Shared* shared) {
   return before;
 }
 
-struct Miss {
-  int row;       // (sequence, KV head)
-  int position;  // in its list of pages
-  int page;
-  int slot;
-  const uint8_t* source;  // null: nowhere
-  const PageHeader* header;
-  uint64_t generation;
-};
-
-__device__ Miss FindMiss(const FetchArgs& args, const StepRow& sequence, int row, int m) {
-  const StepShape& shape = args.shape;
-  const int64_t at = int64_t{row} * args.resolve.max_pages;
-  Miss miss = {};
-  miss.row = row;
-  miss.position = args.resolve.miss_idx[at + m];
-  miss.page = args.resolve.pages[at + miss.position];
-  miss.slot = args.resolve.slots[at + miss.position];
-  const int head = row % shape.num_kv_heads, num_shards = shape.num_kv_heads / shape.shard_heads;
-  const PagePlace place =
-      sequence.places[int64_t{miss.page} * num_shards + head / shape.shard_heads];
-  if (place.daemon >= static_cast<uint32_t>(shape.num_arenas)) return miss;
-  const uint32_t lost = args.arena_lost[place.daemon];  // on its way together with the arena
-  const PeerArena arena = args.arenas[place.daemon];
-  if (lost != 0 || arena.headers == nullptr || place.slot >= arena.num_slots) return miss;
-  const size_t bytes = UnitBytes(shape);
-  const size_t unit =
-      static_cast<size_t>(args.layer * shape.shard_heads + head % shape.shard_heads);
-  const size_t slot_bytes =
-      static_cast<size_t>(shape.num_layers) * static_cast<size_t>(shape.shard_heads) * bytes;
-  miss.source = arena.slabs[place.slot / arena.slots_per_slab] +
-                (place.slot % arena.slots_per_slab) * slot_bytes + unit * bytes;
-  miss.header = arena.headers + place.slot;
-  miss.generation = place.generation;
-  return miss;
-}
-
+// Fetches miss `m` of row `r`.
 template <class Team>
-__device__ void Fetch(const FetchArgs& args, int row, int m) {
-  const int head = row % args.shape.num_kv_heads;
-  const StepRow sequence = args.rows[row / args.shape.num_kv_heads];
-  const Miss miss = FindMiss(args, sequence, row, m);
-  const int num_words = static_cast<int>(UnitBytes(args.shape) / 16);
-  uint8_t* slot = CacheUnit(args, sequence, head, max(miss.slot, 0));
+__device__ void Fetch(const FetchArgs& args, int r, int m) {
+  const StepShape& shape = args.shape;
+  const int head = r % shape.num_kv_heads, num_shards = shape.num_kv_heads / shape.shard_heads;
+  const StepRow sequence = args.rows[r / shape.num_kv_heads];
+  const int64_t at = int64_t{r} * args.resolve.max_pages;
+  const int position = args.resolve.miss_idx[at + m];
+  const int page = args.resolve.pages[at + position], slot = args.resolve.slots[at + position];
+  const Source source =
+      SourceOf(args, sequence.places[int64_t{page} * num_shards + head / shape.shard_heads], head);
+  const int num_words = static_cast<int>(UnitBytes(shape) / 16);
+  uint8_t* to = CacheUnit(args, sequence, head, max(slot, 0));
   Team team;
-  const bool sealed = miss.source != nullptr && miss.slot >= 0 &&
-                      team.Load(miss.source, num_words, miss.header, miss.generation);
-  if (sealed) team.Store(slot, num_words, false);
+  const bool sealed = source.unit != nullptr && slot >= 0 &&
+                      team.Load(source.unit, num_words, source.header, source.generation);
+  if (sealed) team.Store(to, num_words, false);
   if (Team::rank() != 0) return;
-  args.units[int64_t{row} * args.max_units + FirstSelected(sequence) + miss.position] = {
-      slot, sealed ? args.shape.page_tokens : 0};
-  if (!sealed && miss.slot >= 0) FailUnit(args, sequence, miss.row, miss.position, miss.page, miss.slot);
+  args.units[int64_t{r} * args.max_units + FirstSelected(sequence) + position] = {
+      to, sealed ? shape.page_tokens : 0};
+  if (!sealed && slot >= 0) FailUnit(args, sequence, r, position, page, slot);
 }
 
 template <class Team>
@@ -231,19 +188,10 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream) {
-  const StepShape& shape = args.shape;
-  const ResolveBatch& resolve = args.resolve;
-  const size_t unit_bytes =
-      static_cast<size_t>(shape.head_dim) * static_cast<size_t>(shape.page_tokens) * 4;
   static_assert(kThreads >= 2 * 256 / 8, "a thread has at most one word of a token");
-  if (shape.head_dim > 256 || shape.num_rows < 0 || shape.num_kv_heads < 1 || shape.shard_heads < 1 ||
-      shape.num_kv_heads % shape.shard_heads != 0 || shape.num_layers < 1 || args.layer < 0 ||
-      args.layer >= shape.num_layers || args.k == nullptr || args.v == nullptr ||
-      resolve.num_rows != shape.num_rows * shape.num_kv_heads || resolve.num_rows > kMaxRows ||
-      resolve.max_pages < 0 || resolve.max_pages > kMaxListed ||
-      args.max_units < resolve.max_pages)
-    return cudaErrorInvalidValue;
-  return WithTeamFor(unit_bytes, [&]<class Team>() -> cudaError_t {
+  const ResolveBatch& resolve = args.resolve;
+  if (!IsValid(args) || resolve.num_rows > kMaxRows || args.max_units < resolve.max_pages) return cudaErrorInvalidValue;
+  return WithTeamFor(UnitBytes(args.shape), [&]<class Team>() -> cudaError_t {
     if (resolve.num_rows == 0) return cudaSuccess;
     return LaunchOverlapped(FetchPagesKernel<Team>, kFetchCtas, kThreads, 0, 0, stream, args);
   });
