@@ -237,7 +237,7 @@ absl::StatusOr<CaseFigures> RunLocalCase(const DecodeCase& c, const StepOptionsO
       LocalStep::Make(shape, BatchOptionsOf(c, options, shape.geometry.page_tokens), c.num_pages));
   Driver<LocalStep> driver(batch.get(), shape, c.batch, options);
   KVD_RETURN_IF_ERROR(driver.Check(&figures));
-  // The lists of units are those of the last step.
+  // The lists of pages are those of the last step.
   const CaseFigures::Output& last = figures.outputs.back();
   const auto layers = static_cast<size_t>(shape.num_layers());
   for (int i = 0; i < 12; ++i) {
@@ -247,11 +247,11 @@ absl::StatusOr<CaseFigures> RunLocalCase(const DecodeCase& c, const StepOptionsO
       const auto size = static_cast<std::ptrdiff_t>(all.size() / layers);
       return std::vector(all.begin() + layer * size, all.begin() + (layer + 1) * size);
     };
-    if (std::string problem =
-            batch->Check(row, layer, head, slice(last.q), slice(last.o), slice(last.lse));
-        !problem.empty()) {
-      problems->push_back(std::move(problem));
-    }
+    std::string problem =
+        batch->Check(row, layer, head, slice(last.q), slice(last.o), slice(last.lse));
+    if (problem.empty() && batch->options().step.scan == ScanMode::kFull)
+      problem = batch->CheckSelection(row, head);
+    if (!problem.empty()) problems->push_back(std::move(problem));
   }
   KVD_ASSIGN_OR_RETURN(figures.warm, driver.Loop(false));
   return figures;

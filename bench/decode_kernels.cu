@@ -1,7 +1,5 @@
 #include "bench/decode_kernels.h"
 #include "bench/synthetic_pages.h"
-#include "kernels/launch.cuh"
-#include "kernels/step_append.cuh"
 
 namespace kvd::bench {
 namespace {
@@ -56,38 +54,6 @@ __global__ void UnitTables(UnitTableArgs args) {
   args.fine_at[i] = args.fine + record * args.fine_bytes;
 }
 
-// One CTA a (row, head).
-__global__ void __launch_bounds__(kThreads)
-    ListLocal(const __grid_constant__ LocalListArgs args) {
-  const StepShape& shape = args.shape;
-  const int r = static_cast<int>(blockIdx.x);
-  const int head = r % shape.num_kv_heads;
-  // Select, the predecessor, has nothing to do with the tails.
-  const StepRow row = args.rows[r / shape.num_kv_heads];
-  TokenWord(shape, r, args.k, args.v, static_cast<int>(threadIdx.x)).Store(shape, args.layer, row, head);
-  AwaitParameters(args);
-  WaitForPredecessor();
-  LetSuccessorStart();
-  UnitRef* units = args.units + int64_t{r} * args.max_units;
-  const int num_selected = args.num_selected[r];
-  const int tail_page = static_cast<int>(row.num_tokens / shape.page_tokens);
-  const int first_ring = row.num_sinks + num_selected;
-  const int count = first_ring + tail_page - row.first_ring_page + 1;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    int64_t page = i;
-    if (i >= first_ring) {
-      page = row.first_ring_page + i - first_ring;
-    } else if (i >= row.num_sinks) {
-      page = args.selected[int64_t{r} * args.max_selected + i - row.num_sinks];
-    }
-    const int64_t unit = (page * shape.num_layers + args.layer) * shape.num_kv_heads + head;
-    const int tokens = page == tail_page ? static_cast<int>(row.num_tokens % shape.page_tokens) + 1
-                                         : shape.page_tokens;
-    units[i] = {row.ring + static_cast<size_t>(unit) * UnitValues(shape) * 2, tokens};
-  }
-  if (threadIdx.x == 0) args.num_units[r] = count;
-}
-
 unsigned Ctas(int64_t count) { return static_cast<unsigned>((count + kThreads - 1) / kThreads); }
 
 }  // namespace
@@ -111,12 +77,6 @@ cudaError_t LaunchUnitTables(const UnitTableArgs& args, cudaStream_t stream) {
   const int64_t count = int64_t{args.num_pages} * args.shape.num_layers * args.shape.num_kv_heads;
   UnitTables<<<Ctas(count), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
-}
-
-cudaError_t LaunchListLocal(const LocalListArgs& args, cudaStream_t stream) {
-  return LaunchOverlapped(ListLocal,
-                          static_cast<unsigned>(args.shape.num_rows * args.shape.num_kv_heads),
-                          kThreads, 0, 0, stream, args);
 }
 
 }  // namespace kvd::bench

@@ -1,5 +1,4 @@
-// Small kernels of decode_bench: synthetic pages made where they are needed, queries that drift,
-// and the list of units of a step whose pages are all in the worker's own memory.
+// Small kernels of decode_bench: synthetic pages made where they are needed, and queries that drift.
 //
 // Thread safety: compatible. Only built with KVD_CUDA; device memory throughout. Stream: enqueue on
 // `stream` only, allocate nothing, can be captured. Errors: the launch's.
@@ -11,7 +10,6 @@
 
 #include <cstdint>
 
-#include "kernels/attend.h"
 #include "kernels/step.h"
 
 namespace kvd::bench {
@@ -43,24 +41,6 @@ struct UnitTableArgs {
   uint8_t** fine_at;      // out
 };
 [[nodiscard]] cudaError_t LaunchUnitTables(const UnitTableArgs& args, cudaStream_t stream);
-
-// Writes k and v into the tail units, and lists, per (row, head), what attend reads straight from
-// row.ring, a page's place being its number: sinks, selected pages, pages from first_ring_page on,
-// tail.
-struct LocalListArgs {
-  StepShape shape;
-  int layer;
-  int max_selected;
-  const StepRow* rows;          // [N]
-  const uint16_t* k;            // [N, heads, D]
-  const uint16_t* v;
-  const int32_t* selected;      // [N, heads, max_selected]
-  const int32_t* num_selected;  // [N, heads]
-  int max_units;
-  UnitRef* units;      // [N, heads, max_units] out
-  int32_t* num_units;  // [N, heads] out
-};
-[[nodiscard]] cudaError_t LaunchListLocal(const LocalListArgs& args, cudaStream_t stream);
 
 }  // namespace kvd::bench
 

@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "bench/decode_kernels.h"
 #include "bench/synthetic_pages.h"
 #include "client/batch_scan.h"
 #include "client/step_args.h"
+#include "kernels/attend_pages.h"
 #include "kernels/summarize.h"
 #include "tests/support/oracle.h"
 
@@ -23,7 +26,7 @@ size_t Rows(const BatchOptions& options) { return static_cast<size_t>(options.ma
 
 // Device memory. [N] stands for rows, P_cap for page_capacity_.
 struct LocalStep::Memory {
-  Memory(const WorkerShape& shape, const BatchOptions& options, int page_capacity, int max_units)
+  Memory(const WorkerShape& shape, const BatchOptions& options, int page_capacity)
       : row_bytes(static_cast<size_t>(page_capacity) * shape.slot.slot_bytes()),
         coarse_bytes(shape.units_per_page() * static_cast<size_t>(page_capacity) *
                      shape.summary.coarse_bytes),
@@ -43,15 +46,15 @@ struct LocalStep::Memory {
         lse(q_rows(shape, options) * static_cast<size_t>(lse_stride)),
         select_scratch(SelectGpuScratchBytes(static_cast<int64_t>(kv_rows(shape, options)),
                                              shape.geometry.group(), lse_stride)),
-        selected(kv_rows(shape, options) * static_cast<size_t>(options.step.budget)),
-        num_selected(kv_rows(shape, options)),
+        selected(kv_rows(shape, options) * static_cast<size_t>(options.step.budget) *
+                 static_cast<size_t>(shape.num_layers())),
+        num_selected(kv_rows(shape, options) * static_cast<size_t>(shape.num_layers())),
         threshold(kv_rows(shape, options)),
         log_norm(q_rows(shape, options)),
         candidates(kv_rows(shape, options) * static_cast<size_t>(candidates_per_row)),
-        num_candidates(kv_rows(shape, options)),
-        units(kv_rows(shape, options) * static_cast<size_t>(max_units) *
-              static_cast<size_t>(shape.num_layers())),
-        num_units(kv_rows(shape, options) * static_cast<size_t>(shape.num_layers())) {}
+        num_candidates(kv_rows(shape, options)) {
+    select_scratch.Poison(0);  // as select.h asks
+  }
   static size_t q_rows(const WorkerShape& shape, const BatchOptions& options) {
     return Rows(options) * static_cast<size_t>(shape.num_q_heads());
   }
@@ -75,14 +78,12 @@ struct LocalStep::Memory {
   DeviceArray<StepRow> rows;
   DeviceArray<float> lse;
   DeviceArray<uint8_t> select_scratch;
-  DeviceArray<int32_t> selected;
+  DeviceArray<int32_t> selected;  // [L][N, heads, budget]: all layers' are kept, to be checked
   DeviceArray<int32_t> num_selected;
   DeviceArray<float> threshold;
   DeviceArray<float> log_norm;
   DeviceArray<int32_t> candidates;
   DeviceArray<int32_t> num_candidates;
-  DeviceArray<UnitRef> units;  // [L][N, heads, max_units]: all layers' are kept, to be checked
-  DeviceArray<int32_t> num_units;
 };
 
 LocalStep::LocalStep(const WorkerShape& shape, const BatchOptions& options, int num_pages)
@@ -92,8 +93,6 @@ LocalStep::LocalStep(const WorkerShape& shape, const BatchOptions& options, int 
       page_capacity_(static_cast<int>((options.max_tokens + shape.geometry.page_tokens - 1) /
                                       shape.geometry.page_tokens) +
                      1),
-      max_units_(options.step.n_sink + options.step.budget + options.step.n_win + page_capacity_ -
-                 num_pages + 1),
       step_shape_{.num_rows = options.max_sequences,
                   .num_layers = shape.num_layers(),
                   .num_kv_heads = shape.num_heads(),
@@ -122,7 +121,7 @@ absl::StatusOr<std::unique_ptr<LocalStep>> LocalStep::Make(const WorkerShape& sh
                                                      " MiB of GPU memory, ", free >> 20,
                                                      " MiB are free"));
   }
-  step->memory_ = std::make_unique<Memory>(shape, options, step->page_capacity_, step->max_units_);
+  step->memory_ = std::make_unique<Memory>(shape, options, step->page_capacity_);
   step->Fill();
   return step;
 }
@@ -194,6 +193,7 @@ absl::Status LocalStep::BeginStep(cudaStream_t stream) {
   // Pageable memory: the runtime has taken it when this returns.
   KVD_CUDA_OK(cudaMemcpyAsync(memory_->rows.data(), rows_.data(), rows_.size() * sizeof(StepRow),
                               cudaMemcpyHostToDevice, stream));
+  last_rows_ = rows_;
   return absl::OkStatus();
 }
 
@@ -222,45 +222,38 @@ void LocalStep::Select(int layer, const uint16_t* query, cudaStream_t stream) {
                        .max_candidates = 0,
                        .candidates = nullptr,
                        .num_candidates = nullptr,
-                       .pages = m.selected.data(),
-                       .num_selected = m.num_selected.data(),
+                       .pages = m.selected.data() + FirstList(layer) * Budget(),
+                       .num_selected = m.num_selected.data() + FirstList(layer),
                        .threshold = m.threshold.data(),
                        .log_norm = m.log_norm.data(),
                        .num_faults = nullptr,
                        .scratch = m.select_scratch.data()};
   const CandidateLists lists = {.max_chosen = m.chosen_per_row,
-                                .max_candidates = m.candidates_per_row,
-                                .candidates = m.candidates.data(),
-                                .num_candidates = m.num_candidates.data()};
+                                .out = {.max_candidates = m.candidates_per_row,
+                                        .candidates = m.candidates.data(),
+                                        .num_candidates = m.num_candidates.data()}};
   KVD_CUDA_OK(LaunchPageSelection(options_.step.scan, score, select, lists, stream));
 }
 
 absl::Status LocalStep::Run(int layer, const BatchInput& input, const BatchOutput& output,
                             cudaStream_t stream) {
-  Memory& m = *memory_;
+  const Memory& m = *memory_;
+  last_layer_ = layer;
   Select(layer, input.q, stream);
-  const size_t lists = Memory::kv_rows(shape_, options_) * static_cast<size_t>(layer);
-  UnitRef* units = m.units.data() + lists * static_cast<size_t>(max_units_);
-  int32_t* num_units = m.num_units.data() + lists;
-  KVD_CUDA_OK(LaunchListLocal({.shape = step_shape_,
-                               .layer = layer,
-                               .max_selected = options_.step.budget,
-                               .rows = m.rows.data(),
-                               .k = input.k,
-                               .v = input.v,
-                               .selected = m.selected.data(),
-                               .num_selected = m.num_selected.data(),
-                               .max_units = max_units_,
-                               .units = units,
-                               .num_units = num_units},
-                              stream));
   AttendArgs attend = AttendArgsOf(shape_, options_.max_sequences, input.q);
-  attend.max_units = max_units_;
-  attend.units = units;
-  attend.num_units = num_units;
   attend.o = output.o;
   attend.lse = output.lse;
-  KVD_CUDA_OK(LaunchAttend(attend, stream));
+  KVD_CUDA_OK(
+      LaunchAttendPages({.attend = attend,
+                         .layer = layer,
+                         .num_layers = shape_.num_layers(),
+                         .rows = m.rows.data(),
+                         .k = input.k,
+                         .v = input.v,
+                         .max_selected = options_.step.budget,
+                         .selected = m.selected.data() + FirstList(layer) * Budget(),
+                         .num_selected = m.num_selected.data() + FirstList(layer)},
+                        stream));
   return absl::OkStatus();
 }
 
@@ -269,31 +262,85 @@ absl::Status LocalStep::EndStep(cudaStream_t) {
   return absl::OkStatus();
 }
 
+std::vector<int32_t> LocalStep::Selected(int row, int layer, int head) const {
+  const Memory& m = *memory_;
+  const size_t list = FirstList(layer) + static_cast<size_t>(row * shape_.num_heads() + head);
+  int32_t count = 0;
+  KVD_CUDA_OK(
+      cudaMemcpy(&count, m.num_selected.data() + list, sizeof(count), cudaMemcpyDeviceToHost));
+  std::vector<int32_t> pages(static_cast<size_t>(count));
+  KVD_CUDA_OK(cudaMemcpy(pages.data(), m.selected.data() + list * Budget(),
+                         pages.size() * sizeof(int32_t), cudaMemcpyDeviceToHost));
+  return pages;
+}
+
+std::string LocalStep::CheckSelection(int row, int head) const {
+  const Memory& m = *memory_;
+  const int group = shape_.geometry.group(), first = options_.step.n_sink,
+            end = num_pages_ - options_.step.n_win;
+  const auto stride = static_cast<size_t>(m.lse_stride), pages = static_cast<size_t>(num_pages_);
+  std::vector<double> share(pages);  // sum over the query heads of a page's part of their mass
+  std::vector<float> lse(pages);
+  for (int h = head * group; h < (head + 1) * group; ++h) {
+    const auto at = static_cast<size_t>(row * shape_.num_q_heads() + h) * stride;
+    KVD_CUDA_OK(cudaMemcpy(lse.data(), m.lse.data() + at, pages * sizeof(float),
+                           cudaMemcpyDeviceToHost));
+    const double max = *std::max_element(lse.begin(), lse.end());
+    double sum = 0;
+    for (const float x : lse) sum += std::exp(x - max);
+    for (size_t p = 0; p < pages; ++p) share[p] += std::exp(lse[p] - max) / sum;
+  }
+  const std::vector<int32_t> selected = Selected(row, last_layer_, head);
+  const auto wanted = static_cast<size_t>(std::clamp(end - first, 0, options_.step.budget));
+  std::vector<bool> is_selected(pages);
+  double weakest = std::numeric_limits<double>::infinity(), best_left = 0;
+  for (const int32_t page : selected) {
+    if (page < first || page >= end || is_selected[static_cast<size_t>(page)])
+      return absl::StrCat("head ", head, ": page ", page, " was selected twice, or may not be");
+    is_selected[static_cast<size_t>(page)] = true;
+    weakest = std::min(weakest, share[static_cast<size_t>(page)]);
+  }
+  for (int p = first; p < end; ++p)
+    if (!is_selected[static_cast<size_t>(p)])
+      best_left = std::max(best_left, share[static_cast<size_t>(p)]);
+  if (selected.size() == wanted && weakest >= best_left * (1 - 1e-4)) return "";
+  return absl::StrCat("head ", head, ": ", selected.size(), " pages of ", wanted,
+                      " selected, the weakest of ", weakest, " while one of ", best_left,
+                      " was left");
+}
+
+std::vector<int32_t> LocalStep::PagesRead(int row, int layer, int head) const {
+  const StepRow& sequence = last_rows_[static_cast<size_t>(row)];
+  std::vector<int32_t> pages(static_cast<size_t>(sequence.num_sinks));
+  std::iota(pages.begin(), pages.end(), 0);
+  const std::vector<int32_t> selected = Selected(row, layer, head);
+  pages.insert(pages.end(), selected.begin(), selected.end());
+  for (int p = sequence.first_ring_page; p <= sequence.num_tokens / shape_.geometry.page_tokens;
+       ++p)
+    pages.push_back(p);
+  return pages;
+}
+
 std::string LocalStep::Check(int row, int layer, int head, const std::vector<uint16_t>& q,
                              const std::vector<float>& o, const std::vector<float>& lse) const {
-  const Memory& m = *memory_;
   const KvGeometry& g = shape_.geometry;
-  const auto list =
-      static_cast<size_t>((layer * options_.max_sequences + row) * shape_.num_heads() + head);
-  int32_t count = 0;
-  KVD_CUDA_OK(cudaMemcpy(&count, m.num_units.data() + list, sizeof(count), cudaMemcpyDeviceToHost));
-  std::vector<UnitRef> units(static_cast<size_t>(count));
-  KVD_CUDA_OK(cudaMemcpy(units.data(), m.units.data() + list * static_cast<size_t>(max_units_),
-                         units.size() * sizeof(UnitRef), cudaMemcpyDeviceToHost));
+  const StepRow& sequence = last_rows_[static_cast<size_t>(row)];
   const auto dim = static_cast<size_t>(g.head_dim), tokens = static_cast<size_t>(g.page_tokens);
   std::vector<uint16_t> keys, values, unit(shape_.unit_bytes() / 2), expected(unit.size());
-  for (const UnitRef& ref : units) {
-    KVD_CUDA_OK(cudaMemcpy(unit.data(), ref.unit, shape_.unit_bytes(), cudaMemcpyDeviceToHost));
-    const auto page =
-        static_cast<int>(static_cast<size_t>(ref.unit - rows_[static_cast<size_t>(row)].ring) /
-                         shape_.slot.slot_bytes());
+  for (const int32_t page : PagesRead(row, layer, head)) {
+    const size_t at = shape_.unit_idx(layer, head) * shape_.unit_bytes();
+    KVD_CUDA_OK(cudaMemcpy(
+        unit.data(), sequence.ring + static_cast<size_t>(page) * shape_.slot.slot_bytes() + at,
+        shape_.unit_bytes(), cudaMemcpyDeviceToHost));
     FillSyntheticUnit(SyntheticUnit(static_cast<uint32_t>(row * num_pages_ + page),
                                     static_cast<uint32_t>(layer), static_cast<uint32_t>(head)),
                       static_cast<uint32_t>(dim), static_cast<uint32_t>(tokens), expected.data());
     if (page < num_pages_ && unit != expected)
       return absl::StrCat("page ", page, ", layer ", layer, ", head ", head,
                           ": other bytes than the host makes");
-    const auto n = static_cast<std::ptrdiff_t>(static_cast<size_t>(ref.num_tokens) * dim);
+    const int64_t num_tokens = std::min<int64_t>(
+        g.page_tokens, sequence.num_tokens + 1 - int64_t{page} * g.page_tokens);
+    const auto n = static_cast<std::ptrdiff_t>(static_cast<size_t>(num_tokens) * dim);
     const auto v = static_cast<std::ptrdiff_t>(tokens * dim);
     keys.insert(keys.end(), unit.begin(), unit.begin() + n);
     values.insert(values.end(), unit.begin() + v, unit.begin() + v + n);

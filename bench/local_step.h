@@ -42,24 +42,36 @@ class LocalStep {
   const BatchOptions& options() const { return options_; }
 
   // Compares one (row, layer, KV head) of the last step with attention in double precision over the
-  // very units that it read, and those of the prompt with what the host makes of them. `q`, `o`,
+  // very pages that it read, and those of the prompt with what the host makes of them. `q`, `o`,
   // `lse` are that step's, [N, H, D] and [N, H]. The problem, or empty.
   std::string Check(int row, int layer, int head, const std::vector<uint16_t>& q,
                     const std::vector<float>& o, const std::vector<float>& lse) const;
+  // Compares what select chose in the layer that ran last with the shares of all pages in double
+  // precision. The problem, or empty. REQUIRES: a full scan; the progressive one's scores are gone.
+  std::string CheckSelection(int row, int head) const;
 
  private:
   struct Memory;
   LocalStep(const WorkerShape& shape, const BatchOptions& options, int num_pages);
   void Fill();
   void Select(int layer, const uint16_t* query, cudaStream_t stream);
+  // Of a layer in the lists of all.
+  size_t FirstList(int layer) const {
+    return static_cast<size_t>(layer * options_.max_sequences * shape_.num_heads());
+  }
+  size_t Budget() const { return static_cast<size_t>(options_.step.budget); }
+  std::vector<int32_t> Selected(int row, int layer, int head) const;
+  // What the last step attended there, in order.
+  std::vector<int32_t> PagesRead(int row, int layer, int head) const;
 
   const WorkerShape shape_;
   const BatchOptions options_;
   const int num_pages_;
   const int page_capacity_;
-  const int max_units_;
   StepShape step_shape_;
-  std::vector<StepRow> rows_;
+  std::vector<StepRow> rows_;       // of the next step
+  std::vector<StepRow> last_rows_;  // of the last
+  int last_layer_ = 0;              // that ran
   std::unique_ptr<Memory> memory_;
 };
 

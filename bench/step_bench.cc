@@ -94,7 +94,7 @@ struct Tensors {
   DeviceArray<float> o, lse;
 };
 
-// A few heads of the last step that each layer ran. The problem, or empty.
+// A few heads of the last step that each layer ran, and of the last selection. The problem, or empty.
 std::string CheckStep(const LocalStep& step, const WorkerShape& shape, const Case& c, const Tensors& t) {
   const std::vector<float> o = t.o.Download(), lse = t.lse.Download();
   for (int i = 0; i < 6; ++i) {
@@ -105,6 +105,8 @@ std::string CheckStep(const LocalStep& step, const WorkerShape& shape, const Cas
     };
     std::string problem = step.Check(i % c.batch, layer, head, slice(t.query, t.q_values), slice(o, t.q_values),
                                      slice(lse, t.lse_values));
+    if (problem.empty() && step.options().step.scan == ScanMode::kFull)
+      problem = step.CheckSelection(i % c.batch, head);
     if (!problem.empty()) return problem;
   }
   return "";
