@@ -12,6 +12,7 @@ constexpr double kCoarseRate = 3.9e12;
 constexpr double kRefineSeconds = 18e-6;
 constexpr double kListSeconds = 0.15e-6;
 constexpr double kPageSeconds = 2e-12;
+constexpr double kWideGroupSeconds = 6e-6;  // of more than 4 query heads a KV head: coarse scores compute more for a byte
 
 }  // namespace
 
@@ -24,7 +25,7 @@ ScanEstimate EstimateBatchScan(const WorkerShape& shape, int num_sequences, int6
   const double refined = lists * static_cast<double>(num_candidates) * shape.summary.record_bytes();
   return {kScanSeconds + full / kFullRate,
           kScanSeconds + coarse / kCoarseRate + kRefineSeconds + lists * kListSeconds +
-              pages * kPageSeconds + refined / kFullRate};
+              pages * kPageSeconds + (shape.geometry.group() > 4 ? kWideGroupSeconds : 0) + refined / kFullRate};
 }
 
 ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages,

@@ -20,7 +20,7 @@
 
 namespace kvd {
 
-// Microseconds of one layer's selection by either scan.
+// Seconds of one layer's selection by either scan.
 ScanEstimate EstimateBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages, int64_t num_candidates);
 
 // `asked`, or for kAuto the progressive scan if it wins by at least 10%. Never progressive where the candidates are all pages.
