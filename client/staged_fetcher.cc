@@ -26,7 +26,7 @@ using Clock = std::chrono::steady_clock;
 // Staging memory of one part: what the ucx path sends as one piece.
 constexpr size_t kPartBytes = size_t{4} << 20;
 // Staging memory of records.
-constexpr size_t kRecordBytes = size_t{8} << 20;
+[[maybe_unused]] constexpr size_t kRecordBytes = size_t{8} << 20;
 
 absl::Duration Left(Clock::time_point deadline) { return absl::FromChrono(deadline - Clock::now()); }
 

@@ -74,7 +74,7 @@ class GpuMemory {
   const int gpu_;
   const size_t bytes_;
   uint8_t* data_ = nullptr;  // reserved addresses
-  bool mapped_ = false;
+  [[maybe_unused]] bool mapped_ = false;  // without CUDA nothing ever is
   UniqueFd descriptor_;
 };
 

@@ -94,7 +94,7 @@ class NcclMover::Call {
     return status.ok() ? absl::InternalError("move: the other daemon ended it") : status;
   }
 
-  const SteadyClock clock_;
+  const SteadyClock clock_{};
   grpc::ClientContext context_;
   grpc::CompletionQueue queue_;
   std::unique_ptr<grpc::ClientAsyncReaderWriter<v1::MoveRequest, v1::MoveReply>> stream_;

@@ -187,7 +187,7 @@ TEST_P(FetcherTest, AnotherGenerationIsMissingAndZeroedBesideValidUnits) {
   ASSERT_EQ(list.list.code, absl::StatusCode::kOk);
   EXPECT_EQ(list.list.num_valid, 2);
   EXPECT_EQ(list.valid, (std::vector<uint8_t>{1, 0, 0, 0, 1}));
-  for (const size_t i : {1, 2, 3}) EXPECT_TRUE(list.IsAll(i, 0)) << i;
+  for (const size_t i : {1u, 2u, 3u}) EXPECT_TRUE(list.IsAll(i, 0)) << i;
   EXPECT_TRUE(list.Holds(4, Expected(pages_[4], list.entries[4])));
 }
 

@@ -94,7 +94,7 @@ TEST(DnsAnswerTest, MalformedRecordsAreRefused) {
   EXPECT_EQ(CodeOf({SrvRecord("a:1", 1)}), refused);
   EXPECT_EQ(CodeOf({{DnsType::kSrv, {0, 0, 0, 0, 28, 243, 2, 'k', 0, 0}}}), refused);
   const DnsBytes query = DnsQueryFor("kv", DnsType::kA, 1);
-  for (const size_t bytes : {0, 3, 5, 16}) {
+  for (const size_t bytes : {0u, 3u, 5u, 16u}) {
     const DnsBytes answer = DnsAnswerTo(query, {{DnsType::kA, DnsBytes(bytes)}});
     EXPECT_TRUE(absl::IsInvalidArgument(ParseDnsAnswer(answer, DnsType::kA, 1).status())) << bytes;
   }

@@ -88,7 +88,7 @@ TEST(PageKeyTest, AKeyDependsOnEveryTokenBeforeIt) {
   tokens[17] = 8;  // in the second page
   const std::vector<PageKey> after = PageKeys(root, tokens, 16);
   EXPECT_EQ(before[0], after[0]);
-  for (const size_t page : {1, 2, 3}) EXPECT_NE(before[page], after[page]);
+  for (const size_t page : {1u, 2u, 3u}) EXPECT_NE(before[page], after[page]);
   EXPECT_NE(before[0], before[1]);  // equal tokens, other place
 }
 

@@ -127,7 +127,7 @@ TEST_F(UcxWorkerTest, MessagesOfEverySizeArriveWholeBothWays) {
   daemon_->SetReceiver(MessageType::kIngest, &at_daemon);
   Connect(&at_client);
   uint64_t number = 0;
-  for (const size_t size : {0, 1, 63, 64, 1000, 8191, 8192, 8193, 65536, 262208, 1 << 20, (4 << 20) + 64}) {
+  for (const size_t size : {0u, 1u, 63u, 64u, 1000u, 8191u, 8192u, 8193u, 65536u, 262208u, 1u << 20, (4u << 20) + 64u}) {
     ++number;
     const std::vector<uint8_t> payload = Bytes(size, number);
     const auto message = Send(MessageType::kIngest, number, payload);

@@ -109,10 +109,8 @@ TEST_F(VerifierTest, EvictionMeanwhileIsNeverAFailure) {
     }
     stop = true;
   });
-  uint64_t pages = 0;
   while (!stop.load()) {
     const VerifyOutcome outcome = VerifyAll();
-    pages += outcome.pages;
     for (const auto& failure : outcome.failures) ADD_FAILURE() << failure.what;
   }
   writer.join();
