@@ -18,44 +18,51 @@ std::vector<Arm> BaselineArms(const Stream& stream, AlwaysKept kept) {
                   }});
   const std::pair<const char*, Combine> combines[] = {
       {"share", Combine::kShare}, {"z", Combine::kZ}, {"max", Combine::kMax}};
-  const std::pair<const char*, std::shared_ptr<PageScorer>> scorers[] = {{"quest", MakeQuest(stream)},
-                                                                         {"centroid", MakeCentroid(stream)}};
+  const std::pair<const char*, std::shared_ptr<PageScorer>> scorers[] = {
+      {"quest", MakeQuest(stream)}, {"centroid", MakeCentroid(stream)}};
   for (const auto& [scorer_name, scorer] : scorers) {
     for (const auto& [combine_name, combine] : combines) {
-      arms.push_back({absl::StrCat(scorer_name, "/", combine_name),
-                      [&stream, kept, scorer = scorer, combine = combine](int step, const Truth&, int k) {
-                        return SelectByScore(scorer->Score(stream, step), stream.group, combine, k, kept);
-                      }});
+      arms.push_back(
+          {absl::StrCat(scorer_name, "/", combine_name),
+           [&stream, kept, scorer = scorer, combine = combine](int step, const Truth&, int k) {
+             return SelectByScore(scorer->Score(stream, step), stream.group, combine, k, kept);
+           }});
     }
   }
   return arms;
 }
 
-std::vector<Arm> LocksArms(const Stream& stream, const float* metric, AlwaysKept kept, int min_candidates,
-                           bool ablations) {
+std::vector<Arm> LocksArms(const Stream& stream, const float* metric, AlwaysKept kept,
+                           int min_candidates, bool ablations) {
   struct Variant {
     const char* name;
     LocksOptions options;
     bool progressive;
   };
-  std::vector<Variant> variants = {{"locks-E0", {Encoder::kE0, true, 8, CombineRule::kShare}, false},
-                                   {"locks-E1", {Encoder::kE1, true, 8, CombineRule::kShare}, false}};
+  std::vector<Variant> variants = {
+      {"locks-E0", {Encoder::kE0, true, 8, CombineRule::kShare}, false},
+      {"locks-E1", {Encoder::kE1, true, 8, CombineRule::kShare}, false}};
   if (ablations) {
-    variants.push_back({"locks-E1-unrotated", {Encoder::kE1, false, 8, CombineRule::kShare}, false});
+    variants.push_back(
+        {"locks-E1-unrotated", {Encoder::kE1, false, 8, CombineRule::kShare}, false});
     variants.push_back({"locks-E1-R4", {Encoder::kE1, true, 4, CombineRule::kShare}, false});
   }
   if (metric) {
     variants.push_back({"locks-E1S", {Encoder::kE1S, true, 8, CombineRule::kShare}, false});
-    variants.push_back({"locks-E1S-progressive", {Encoder::kE1S, true, 8, CombineRule::kShare}, true});
-    if (ablations) variants.push_back({"locks-E1S-peak", {Encoder::kE1S, true, 8, CombineRule::kPeak}, false});
+    variants.push_back(
+        {"locks-E1S-progressive", {Encoder::kE1S, true, 8, CombineRule::kShare}, true});
+    if (ablations)
+      variants.push_back({"locks-E1S-peak", {Encoder::kE1S, true, 8, CombineRule::kPeak}, false});
   }
   std::vector<Arm> arms;
   for (const Variant& variant : variants) {
     auto selector = std::make_shared<LocksSelector>(stream, variant.options, metric);
     const bool progressive = variant.progressive;
-    arms.push_back({variant.name, [&stream, selector, progressive, kept, min_candidates](int step, const Truth&, int k) {
+    arms.push_back({variant.name, [&stream, selector, progressive, kept, min_candidates](
+                                      int step, const Truth&, int k) {
                       if (!progressive) return selector->SelectFull(stream, step, k, kept);
-                      return selector->SelectProgressive(stream, step, k, std::max(16 * k, min_candidates), kept);
+                      return selector->SelectProgressive(stream, step, k,
+                                                         std::max(16 * k, min_candidates), kept);
                     }});
   }
   return arms;
@@ -108,15 +115,15 @@ std::string RecallTable::Best(const std::string& prefix, int budget) const {
 }
 
 void PrintRecallTable(const RecallTable& table) {
-  std::printf("%-26s %6s %8s %9s %11s %9s %12s %9s\n", "arm", "b", "mass", "/ oracle", "selectable", "/ oracle",
-              "worst layer", "o error");
+  std::printf("%-26s %6s %8s %9s %11s %9s %12s %9s\n", "arm", "b", "mass", "/ oracle", "selectable",
+              "/ oracle", "worst layer", "o error");
   for (const int budget : kBudgets) {
     for (const std::string& arm : table.arms()) {
       if (!table.Has(arm, budget)) continue;
       const RecallTable::Row row = table.Get(arm, budget), oracle = table.Get("oracle", budget);
-      std::printf("%-26s %6d %8.4f %9.4f %11.4f %9.4f %12.4f %9.4f\n", arm.c_str(), budget, row.mass,
-                  row.mass / oracle.mass, row.selectable, row.selectable / oracle.selectable, row.worst_layer,
-                  row.output_error);
+      std::printf("%-26s %6d %8.4f %9.4f %11.4f %9.4f %12.4f %9.4f\n", arm.c_str(), budget,
+                  row.mass, row.mass / oracle.mass, row.selectable,
+                  row.selectable / oracle.selectable, row.worst_layer, row.output_error);
     }
   }
 }
@@ -127,7 +134,8 @@ void AddRecallFigures(const RecallTable& table, const std::string& prefix, Repor
       const RecallTable::Row row = table.Get(arm, budget), oracle = table.Get("oracle", budget);
       const std::string name = absl::StrCat(prefix, arm, "/b", budget);
       report->Add({name + "/mass", row.mass, "share", oracle.mass, row.mass / oracle.mass});
-      report->Add({name + "/selectable", row.selectable, "share", oracle.selectable, row.selectable / oracle.selectable});
+      report->Add({name + "/selectable", row.selectable, "share", oracle.selectable,
+                   row.selectable / oracle.selectable});
       report->Add({name + "/worst_layer", row.worst_layer, "ratio", 1, row.worst_layer});
       report->Add({name + "/output_error", row.output_error, "ratio", oracle.output_error, 0});
     }

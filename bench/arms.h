@@ -24,21 +24,22 @@ struct Arm {
   std::function<std::vector<int32_t>(int step, const Truth& truth, int num_select)> select;
 };
 
-// The oracle, and Quest and the centroid under each combine rule ("quest/share", "quest/z", "quest/max").
+// The oracle, and Quest and the centroid under each combine rule ("quest/share", "quest/z",
+// "quest/max").
 std::vector<Arm> BaselineArms(const Stream& stream, AlwaysKept kept);
 
-// LOCKS through the product's kernels: "locks-E0", "locks-E1", and with a metric "locks-E1S" and its
-// progressive scan with C = max(16 K, min_candidates). `ablations` adds the unrotated format, rank 4 and the
-// peak rule.
-std::vector<Arm> LocksArms(const Stream& stream, const float* metric, AlwaysKept kept, int min_candidates,
-                           bool ablations);
+// LOCKS through the product's kernels: "locks-E0", "locks-E1", and with a metric "locks-E1S" and
+// its progressive scan with C = max(16 K, min_candidates). `ablations` adds the unrotated format,
+// rank 4 and the peak rule.
+std::vector<Arm> LocksArms(const Stream& stream, const float* metric, AlwaysKept kept,
+                           int min_candidates, bool ablations);
 
 // Means over (step, KV head) of one arm at one budget, by layer.
 class RecallTable {
  public:
   struct Row {
     double mass = 0, selectable = 0, output_error = 0;  // means
-    double worst_layer = 0;                              // lowest layer's selectable recall over the oracle's
+    double worst_layer = 0;  // lowest layer's selectable recall over the oracle's
   };
   explicit RecallTable(int num_layers) : num_layers_(num_layers) {}
 

@@ -12,7 +12,8 @@ namespace {
 using Steps = std::vector<std::vector<int32_t>>;
 
 int64_t LruHits(const Steps& steps, int num_pages, int num_slots) {
-  std::vector<int32_t> page_slot(static_cast<size_t>(num_pages), -1), slot_page(static_cast<size_t>(num_slots), -1);
+  std::vector<int32_t> page_slot(static_cast<size_t>(num_pages), -1),
+      slot_page(static_cast<size_t>(num_slots), -1);
   std::vector<uint64_t> slot_step(static_cast<size_t>(num_slots), 0);
   int64_t hits = 0;
   for (size_t t = 0; t < steps.size(); ++t) {

@@ -1,5 +1,5 @@
-// Which pages a page cache drops: the policies that cache_bench compares. Each step's pages must all be in the cache at once,
-// so a page of this step is never dropped in it.
+// Which pages a page cache drops: the policies that cache_bench compares. Each step's pages must
+// all be in the cache at once, so a page of this step is never dropped in it.
 //
 // Thread safety: pure functions.
 
@@ -21,9 +21,10 @@ enum class Policy {
 inline constexpr int kNumPolicies = 3;
 absl::string_view PolicyName(Policy policy);  // "LRU", "CLOCK", "OPT"
 
-// Hits of all steps but the first, in an empty cache of `num_slots` slots. `steps`: ascending, distinct pages below
-// `num_pages`. REQUIRES: no step has more pages than there are slots.
-int64_t HitsOf(Policy policy, const std::vector<std::vector<int32_t>>& steps, int num_pages, int num_slots);
+// Hits of all steps but the first, in an empty cache of `num_slots` slots. `steps`: ascending,
+// distinct pages below `num_pages`. REQUIRES: no step has more pages than there are slots.
+int64_t HitsOf(Policy policy, const std::vector<std::vector<int32_t>>& steps, int num_pages,
+               int num_slots);
 
 }  // namespace kvd::bench
 

@@ -48,9 +48,10 @@ ABSL_FLAG(std::string, mode, "captured", "captured or host");
 ABSL_FLAG(std::string, path, "peer", "peer or ucx");
 ABSL_FLAG(std::string, pool, "both",
           "peer: pages in the daemon; local: all KV in the worker; both: one after the other");
-ABSL_FLAG(double, drift, .99,
-          "correlation of a query with the step before's; at 128K tokens .98 misses the page cache as "
-          "often as a real trace does (cache_bench)");
+ABSL_FLAG(
+    double, drift, .99,
+    "correlation of a query with the step before's; at 128K tokens .98 misses the page cache as "
+    "often as a real trace does (cache_bench)");
 ABSL_FLAG(int, gpu, 0, "the worker's");
 ABSL_FLAG(int, daemon_gpu, 0, "the daemon's");
 ABSL_FLAG(bool, own_namespaces, false,
@@ -192,24 +193,29 @@ void AddPoolCase(const Plan& plan, const DecodeCase& c, const CaseFigures& figur
                 absl::StrCat(failed, " were not"));
 }
 
-// Over TCP alone, which goes through pinned memory; then as UCX likes it best, if that is another way.
+// Over TCP alone, which goes through pinned memory; then as UCX likes it best, if that is another
+// way.
 absl::Status MeasureUcx(const Plan& plan, const DecodePool& pool, double copy, Report* report) {
   const std::string shape = absl::GetFlag(FLAGS_shape) + ": ";
   for (const char* transports : {"tcp", ""}) {
-    KVD_ASSIGN_OR_RETURN(auto session, PoolSession::Attach(pool.OptionsFor(PathKind::kUcx), transports));
+    KVD_ASSIGN_OR_RETURN(auto session,
+                         PoolSession::Attach(pool.OptionsFor(PathKind::kUcx), transports));
     const std::string memory = session->attachment()->path.memory;
-    std::fprintf(stderr, "decode_bench: ucx %s, transports '%s': %s\n", UcxWorker::Version().c_str(), transports,
-                 memory.c_str());
+    std::fprintf(stderr, "decode_bench: ucx %s, transports '%s': %s\n",
+                 UcxWorker::Version().c_str(), transports, memory.c_str());
     const bool between_gpus = absl::StartsWith(memory, "between GPU memories");
     if (*transports == '\0' && !between_gpus) continue;
     KVD_ASSIGN_OR_RETURN(const MatchedPages leased, pool.Lease(*session, plan.num_pages));
     const std::string what =
-        shape + (between_gpus ? "ucx path with CUDA, cuda_ipc: request, gather, reply" : "ucx path to the GPU");
+        shape + (between_gpus ? "ucx path with CUDA, cuda_ipc: request, gather, reply"
+                              : "ucx path to the GPU");
     for (const int units : {512, 8192}) {
       KVD_ASSIGN_OR_RETURN(const double us, FetcherUs(*session, pool, plan.num_pages, units, 20));
       const double rate = units * 8192 / us / 1e3;
-      report->Add({absl::StrCat(what, ", list of ", units, " units"), us, "us", units * 8192 / copy / 1e3, 0});
-      report->Add({absl::StrCat(what, ", rate, ", units, " units"), rate, "GB/s", copy, rate / copy});
+      report->Add({absl::StrCat(what, ", list of ", units, " units"), us, "us",
+                   units * 8192 / copy / 1e3, 0});
+      report->Add(
+          {absl::StrCat(what, ", rate, ", units, " units"), rate, "GB/s", copy, rate / copy});
     }
   }
   return absl::OkStatus();
@@ -233,7 +239,8 @@ absl::Status MeasureFetches(const Plan& plan, const DecodePool& pool, Report* re
   constexpr int kColdUnits = 32 * 8 * 128;
   KVD_ASSIGN_OR_RETURN(const double all_us, GatherUs(*peer, pool, pages, kColdUnits));
   const double all = kColdUnits * 8192.0 / all_us / 1e3;
-  report->Add({shape + "gather 32768 units, one list on the device", all, "GB/s", copy, all / copy});
+  report->Add(
+      {shape + "gather 32768 units, one list on the device", all, "GB/s", copy, all / copy});
   for (const int units : {512, 8192}) {
     KVD_ASSIGN_OR_RETURN(const double us, GatherUs(*peer, pool, pages, units));
     report->Add({absl::StrCat(shape, "gather ", units, " units, list on the device"), us, "us",

@@ -341,8 +341,9 @@ double CopyGbPerS(int to_gpu, int from_gpu) {
   std::vector<double> all_us;
   for (int round = 0; round < 8; ++round) {
     KVD_CUDA_OK(cudaEventRecord(begin, stream.get()));
-    KVD_CUDA_OK(to_gpu == from_gpu ? cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice, stream.get())
-                                   : cudaMemcpyPeerAsync(to, to_gpu, from, from_gpu, kBytes, stream.get()));
+    KVD_CUDA_OK(to_gpu == from_gpu
+                    ? cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice, stream.get())
+                    : cudaMemcpyPeerAsync(to, to_gpu, from, from_gpu, kBytes, stream.get()));
     KVD_CUDA_OK(cudaEventRecord(end, stream.get()));
     stream.Wait();
     float ms = 0;

@@ -1,4 +1,5 @@
-// Small kernels of decode_bench: synthetic pages made where they are needed, and queries that drift.
+// Small kernels of decode_bench: synthetic pages made where they are needed, and queries that
+// drift.
 //
 // Thread safety: compatible. Only built with KVD_CUDA; device memory throughout. Stream: enqueue on
 // `stream` only, allocate nothing, can be captured. Errors: the launch's.

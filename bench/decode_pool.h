@@ -73,7 +73,8 @@ class DecodePool {
   const std::vector<PageKey>& keys() const { return keys_; }  // [num_pages]
   SlotRef slot(int page) const { return slots_[static_cast<size_t>(page)]; }
 
-  // Leases the prompt's first pages to the session, for as long as the answer lives: a daemon serves nothing else by ucx.
+  // Leases the prompt's first pages to the session, for as long as the answer lives: a daemon
+  // serves nothing else by ucx.
   absl::StatusOr<MatchedPages> Lease(PoolSession& session, int num_pages) const;
   absl::StatusOr<OpenFigures> MeasureOpen(PoolSession& session, int num_pages) const;
 

@@ -17,8 +17,8 @@ std::string Rope(const KvTrace& trace) { return absl::StrCat("theta=", trace.rop
 
 }  // namespace
 
-std::string DemoDaemonConfig(const KvTrace& trace, const std::string& metric_path, const std::string& socket_dir,
-                             const std::string& ready_file) {
+std::string DemoDaemonConfig(const KvTrace& trace, const std::string& metric_path,
+                             const std::string& socket_dir, const std::string& ready_file) {
   locks_kvd::v1::DaemonConfig config;
   config.mutable_control()->set_address("127.0.0.1:0");
   config.set_health_address("127.0.0.1:0");
@@ -39,7 +39,8 @@ std::string DemoDaemonConfig(const KvTrace& trace, const std::string& metric_pat
   return text;
 }
 
-ClientOptions DemoClientOptions(const KvTrace& trace, const std::string& daemons, const std::string& name) {
+ClientOptions DemoClientOptions(const KvTrace& trace, const std::string& daemons,
+                                const std::string& name) {
   ClientOptions options;
   options.daemons = absl::StrSplit(daemons, ',', absl::SkipEmpty());
   options.tenant = kTenant;
@@ -55,8 +56,9 @@ std::vector<EngineKv> DemoLayers(const KvTrace& trace) {
   const int64_t row_bytes = static_cast<int64_t>(trace.head_dim) * 2;
   std::vector<EngineKv> layers;
   for (const KvTrace::Layer& layer : trace.layers) {
-    layers.push_back({reinterpret_cast<const uint8_t*>(layer.k.data()), reinterpret_cast<const uint8_t*>(layer.v.data()),
-                      row_bytes, row_bytes * trace.num_kv_heads});
+    layers.push_back({reinterpret_cast<const uint8_t*>(layer.k.data()),
+                      reinterpret_cast<const uint8_t*>(layer.v.data()), row_bytes,
+                      row_bytes * trace.num_kv_heads});
   }
   return layers;
 }

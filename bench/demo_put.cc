@@ -1,7 +1,8 @@
 // The demo's prefill worker: puts the pages of a trace's prompt into the pool.
 //
 // usage: demo_put --trace=FILE --daemons=HOST:PORT,...      puts, prints what became of the pages
-//        demo_put --trace=FILE --print_config ...           prints a daemon's configuration for the trace
+//        demo_put --trace=FILE --print_config ...           prints a daemon's configuration for the
+//                                                           trace
 
 #include <cstdio>
 #include <string>
@@ -19,7 +20,8 @@ ABSL_FLAG(std::string, metric, "", "query metric file, for --print_config");
 ABSL_FLAG(std::string, daemons, "", "comma-separated host:port of the daemons");
 ABSL_FLAG(bool, print_config, false, "print a daemon's configuration and end");
 ABSL_FLAG(std::string, socket_dir, "", "for --print_config: directory of the shared path's socket");
-ABSL_FLAG(std::string, ready_file, "", "for --print_config: file that the daemon writes when it is ready");
+ABSL_FLAG(std::string, ready_file, "",
+          "for --print_config: file that the daemon writes when it is ready");
 
 namespace kvd::bench {
 namespace {
@@ -33,8 +35,8 @@ int Main() {
   const auto trace = LoadTrace(absl::GetFlag(FLAGS_trace));
   if (!trace.ok()) return Fail(trace.status());
   if (absl::GetFlag(FLAGS_print_config)) {
-    std::fputs(DemoDaemonConfig(*trace, absl::GetFlag(FLAGS_metric), absl::GetFlag(FLAGS_socket_dir),
-                                absl::GetFlag(FLAGS_ready_file))
+    std::fputs(DemoDaemonConfig(*trace, absl::GetFlag(FLAGS_metric),
+                                absl::GetFlag(FLAGS_socket_dir), absl::GetFlag(FLAGS_ready_file))
                    .c_str(),
                stdout);
     return 0;
@@ -51,10 +53,13 @@ int Main() {
   const auto report = (*client)->Put(request);
   if (!report.ok()) return Fail(report.status());
   const double seconds = absl::ToDoubleSeconds(absl::Now() - start);
-  std::printf("put %zu pages of %s into %zu daemons: %lld new, %lld hits, %lld pending, %lld failed; %.1f MB in %.2f s\n",
-              keys.size(), trace->model.c_str(), (*client)->Daemons().size(), static_cast<long long>(report->num_new),
-              static_cast<long long>(report->num_hit), static_cast<long long>(report->num_pending),
-              static_cast<long long>(report->num_failed), static_cast<double>(report->bytes_sent) / 1e6, seconds);
+  std::printf(
+      "put %zu pages of %s into %zu daemons: %lld new, %lld hits, %lld pending, %lld failed; %.1f "
+      "MB in %.2f s\n",
+      keys.size(), trace->model.c_str(), (*client)->Daemons().size(),
+      static_cast<long long>(report->num_new), static_cast<long long>(report->num_hit),
+      static_cast<long long>(report->num_pending), static_cast<long long>(report->num_failed),
+      static_cast<double>(report->bytes_sent) / 1e6, seconds);
   return report->num_failed == 0 && report->num_pending == 0 ? 0 : Fail(report->first_failure);
 }
 

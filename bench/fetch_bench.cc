@@ -1,8 +1,8 @@
 // How fast chosen units come from another process, on each path, beside what bounds it.
 //
 // usage: fetch_bench [--units=512] [--repetitions=N] [--json=FILE]
-// A child process serves a 1 GiB host arena of 8 KiB units; this one fetches random lists of them and checks
-// every byte. Limits, measured in the same run and interleaved with what they bound:
+// A child process serves a 1 GiB host arena of 8 KiB units; this one fetches random lists of them
+// and checks every byte. Limits, measured in the same run and interleaved with what they bound:
 //   shared  memcpy of the same pieces out of the same mapping
 //   ucx     a plain gather in the child followed by one UCX active message of that many bytes
 
@@ -60,7 +60,8 @@ double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now()
 
 // --- the child: a daemon's data plane, and the reference answer ----------------------------------
 
-// Answers a request with a plain gather of `count` pieces and one message: what ucx is compared with.
+// Answers a request with a plain gather of `count` pieces and one message: what ucx is compared
+// with.
 class PlainAnswer final : public UcxReceiver, public UcxSend {
  public:
   PlainAnswer(UcxWorker* worker, const ArenaMemory* memory) : worker_(worker), memory_(memory) {}
@@ -73,7 +74,8 @@ class PlainAnswer final : public UcxReceiver, public UcxSend {
     for (uint32_t i = 0; i < request.count; ++i) {
       const auto slot = static_cast<uint32_t>(random_() % shape.num_slots);
       const int layer = static_cast<int>(random_() % static_cast<unsigned>(shape.slot.num_layers));
-      std::memcpy(buffer_.data() + i * shape.slot.unit_bytes, memory_->unit(slot, layer, 0), shape.slot.unit_bytes);
+      std::memcpy(buffer_.data() + i * shape.slot.unit_bytes, memory_->unit(slot, layer, 0),
+                  shape.slot.unit_bytes);
     }
     header = request;
     header.type = MessageType::kIngestAck;
@@ -123,7 +125,9 @@ bool ReadWhole(int fd, void* data, size_t bytes) {
     std::vector<TestPage> pages;
     for (uint64_t p = 0; p < num_pages; ++p) {
       pages.push_back(daemon.PutPage(offer, p, 1));
-      if (p % 64 == 0) std::fprintf(stderr, "\rfetch_bench: filling the arena %3.0f%%", 100.0 * static_cast<double>(p) / static_cast<double>(num_pages));
+      if (p % 64 == 0)
+        std::fprintf(stderr, "\rfetch_bench: filling the arena %3.0f%%",
+                     100.0 * static_cast<double>(p) / static_cast<double>(num_pages));
     }
     std::fprintf(stderr, "\n");
     PlainAnswer plain(daemon.worker.get(), &daemon.arena->memory());
@@ -141,7 +145,7 @@ bool ReadWhole(int fd, void* data, size_t bytes) {
   _exit(0);
 }
 
-// --- this process ----------------------------------------------------------------------------------
+// --- this process --------------------------------------------------------------------------------
 
 // One list, its destinations and what it must bring.
 struct Fetch {
@@ -168,10 +172,10 @@ class FetchBench {
     options.devices = "lo";
     KVD_ASSIGN_OR_RETURN(worker_, UcxWorker::Make(options));
     const std::string& address = offer_.ucx().worker_address();
-    KVD_ASSIGN_OR_RETURN(ucx_, UcxFetcher::Connect(worker_.get(), address, IncarnationOf(offer_), TokenOf(offer_),
-                                                   shape_.slot, absl::Seconds(5)));
-    KVD_ASSIGN_OR_RETURN(link_, UcxLink::Connect(worker_.get(), address, IncarnationOf(offer_), TokenOf(offer_),
-                                                 &answer_, absl::Seconds(5)));
+    KVD_ASSIGN_OR_RETURN(ucx_, UcxFetcher::Connect(worker_.get(), address, IncarnationOf(offer_),
+                                                   TokenOf(offer_), shape_.slot, absl::Seconds(5)));
+    KVD_ASSIGN_OR_RETURN(link_, UcxLink::Connect(worker_.get(), address, IncarnationOf(offer_),
+                                                 TokenOf(offer_), &answer_, absl::Seconds(5)));
     return absl::OkStatus();
   }
 
@@ -184,13 +188,15 @@ class FetchBench {
         const FetchEntry& e = fetch.entries[i];
         if (!fetch.valid[i]) ++missing;
         const std::vector<uint8_t> want = UnitBytes(shape_.slot, fetch.page[i], 1, e.layer, e.head);
-        if (fetch.valid[i] && std::memcmp(want.data(), fetch.destinations[i], want.size()) != 0) ++wrong;
+        if (fetch.valid[i] && std::memcmp(want.data(), fetch.destinations[i], want.size()) != 0)
+          ++wrong;
         ++checked;
       }
     };
     Fetch copied, mapped, fetch;
     for (int r = 0; r < repetitions; ++r) {
-      // A list of its own for each, so that none finds its pieces in the cache; in turns of who goes first.
+      // A list of its own for each, so that none finds its pieces in the cache; in turns of who
+      // goes first.
       for (Fetch* next : {&copied, &mapped, &fetch}) Renew(next, units);
       const bool verify = r % 20 == 0;  // making the expected bytes takes far longer than the fetch
       if (r % 2 == 0) copy.push_back(TimeCopy(copied));
@@ -205,8 +211,12 @@ class FetchBench {
     }
     std::fprintf(stderr, "\rfetch_bench: 100%%\n");
     const double bytes = static_cast<double>(units) * static_cast<double>(shape_.slot.unit_bytes);
-    const auto rate = [&](std::vector<double> seconds) { return bytes / Median(std::move(seconds)) / 1e9; };
-    const auto name = [&](const char* what) { return absl::StrCat("fetch/", what, "/", units, "x8KiB"); };
+    const auto rate = [&](std::vector<double> seconds) {
+      return bytes / Median(std::move(seconds)) / 1e9;
+    };
+    const auto name = [&](const char* what) {
+      return absl::StrCat("fetch/", what, "/", units, "x8KiB");
+    };
     report->Add({name("memcpy"), rate(copy), "GB/s", 0, 0});
     report->Add({name("shared"), rate(shared), "GB/s", rate(copy), rate(shared) / rate(copy)});
     report->Add({name("shared_us"), Median(shared) * 1e6, "us", Median(copy) * 1e6, 0});
@@ -214,10 +224,12 @@ class FetchBench {
     report->Add({name("ucx"), rate(ucx), "GB/s", rate(plain), rate(ucx) / rate(plain)});
     report->Add({name("ucx_us"), Median(ucx) * 1e6, "us", Median(plain) * 1e6, 0});
     report->Add({name("ucx_single_requests"), rate(single), "GB/s", 0, 0});
-    report->Add({name("ucx_over_single_requests"), rate(ucx) / rate(single), "times", 2, rate(ucx) / rate(single)});
+    report->Add({name("ucx_over_single_requests"), rate(ucx) / rate(single), "times", 2,
+                 rate(ucx) / rate(single)});
     report->Check("every byte of the checked lists", wrong == 0 && missing == 0 && checked > 0,
                   absl::StrCat(wrong, " wrong and ", missing, " missing of ", checked, " units"));
-    report->Check("every reference message came", answer_.failures == 0, absl::StrCat(answer_.failures.load(), " did not"));
+    report->Check("every reference message came", answer_.failures == 0,
+                  absl::StrCat(answer_.failures.load(), " did not"));
   }
 
  private:
@@ -248,8 +260,9 @@ class FetchBench {
     DescriptorRequest request;
     request.incarnation = IncarnationOf(offer_);
     request.session = TokenOf(offer_);
-    KVD_ASSIGN_OR_RETURN(std::vector<UniqueFd> descriptors,
-                         ReceiveDescriptors(offer_.shared().socket_path(), request, absl::Seconds(5)));
+    KVD_ASSIGN_OR_RETURN(
+        std::vector<UniqueFd> descriptors,
+        ReceiveDescriptors(offer_.shared().socket_path(), request, absl::Seconds(5)));
     return ArenaMemory::MapShared(shape_, std::move(descriptors));
   }
 
@@ -258,7 +271,8 @@ class FetchBench {
     constexpr size_t kPageBytes = 4096;  // of the operating system
     for (uint32_t slot = 0; slot < shape_.num_slots; ++slot) {
       const uint8_t* at = memory.unit(slot, 0, 0);
-      for (size_t i = 0; i < shape_.slot.slot_bytes(); i += kPageBytes) *static_cast<const volatile uint8_t*>(at + i);
+      for (size_t i = 0; i < shape_.slot.slot_bytes(); i += kPageBytes)
+        *static_cast<const volatile uint8_t*>(at + i);
     }
   }
 
@@ -272,8 +286,11 @@ class FetchBench {
     fetch->destinations.clear();
     for (int i = 0; i < units; ++i) {
       const TestPage& page = pages_[random_() % pages_.size()];
-      fetch->entries.push_back({page.slot, static_cast<uint16_t>(random_() % static_cast<unsigned>(shape_.slot.num_layers)),
-                                static_cast<uint16_t>(random_() % static_cast<unsigned>(shape_.slot.shard_heads)), page.generation});
+      fetch->entries.push_back(
+          {page.slot,
+           static_cast<uint16_t>(random_() % static_cast<unsigned>(shape_.slot.num_layers)),
+           static_cast<uint16_t>(random_() % static_cast<unsigned>(shape_.slot.shard_heads)),
+           page.generation});
       fetch->page.push_back(page.page);
       fetch->destinations.push_back(fetch->memory.data() + static_cast<size_t>(i) * unit_bytes);
     }
@@ -284,7 +301,8 @@ class FetchBench {
     const absl::Time start = absl::Now();
     for (size_t i = 0; i < fetch.entries.size(); ++i) {
       const FetchEntry& e = fetch.entries[i];
-      std::memcpy(fetch.destinations[i], shared_memory_->unit(e.slot, e.layer, e.head), shape_.slot.unit_bytes);
+      std::memcpy(fetch.destinations[i], shared_memory_->unit(e.slot, e.layer, e.head),
+                  shape_.slot.unit_bytes);
     }
     return SecondsSince(start);
   }
@@ -298,7 +316,9 @@ class FetchBench {
     fetcher.Wait(fetch.list);
     return SecondsSince(start);
   }
-  static double TimeFetch(Fetcher& fetcher, Fetch& fetch) { return TimeRange(fetcher, fetch, 0, fetch.entries.size()); }
+  static double TimeFetch(Fetcher& fetcher, Fetch& fetch) {
+    return TimeRange(fetcher, fetch, 0, fetch.entries.size());
+  }
 
   double TimeSingles(Fetch& fetch) {
     double seconds = 0;
@@ -313,7 +333,8 @@ class FetchBench {
     answer_.done = false;
     const absl::Time start = absl::Now();
     worker_->Post(request);
-    while (!answer_.done.load(std::memory_order_acquire) || !request.sent.load(std::memory_order_acquire)) {
+    while (!answer_.done.load(std::memory_order_acquire) ||
+           !request.sent.load(std::memory_order_acquire)) {
       if (SecondsSince(start) > 5) {
         ++answer_.failures;
         break;
@@ -355,7 +376,8 @@ int Main() {
     std::string text(sizes[0], '\0');
     std::vector<TestPage> pages(sizes[1]);
     locks_kvd::v1::AttachReply offer;
-    if (ReadWhole(up[0], text.data(), text.size()) && ReadWhole(up[0], pages.data(), pages.size() * sizeof(TestPage)) &&
+    if (ReadWhole(up[0], text.data(), text.size()) &&
+        ReadWhole(up[0], pages.data(), pages.size() * sizeof(TestPage)) &&
         offer.ParseFromString(text)) {
       FetchBench bench(offer, std::move(pages));
       status = bench.Connect();

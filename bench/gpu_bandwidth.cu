@@ -1,7 +1,6 @@
-#include "bench/gpu_bandwidth.h"
-
 #include <algorithm>
 
+#include "bench/gpu_bandwidth.h"
 #include "kernels/ptx.cuh"
 
 namespace kvd::bench {
@@ -14,10 +13,12 @@ constexpr int kStages = 6;
 
 __device__ __forceinline__ uint32_t Fold(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
 
-__global__ void __launch_bounds__(kThreads) ReadKernel(const uint4* data, size_t num_words, uint32_t* sink) {
+__global__ void __launch_bounds__(kThreads)
+    ReadKernel(const uint4* data, size_t num_words, uint32_t* sink) {
   uint32_t folded = 0;
   const size_t step = size_t{gridDim.x} * kThreads * kLoads;
-  for (size_t base = size_t{blockIdx.x} * kThreads * kLoads + threadIdx.x; base < num_words; base += step) {
+  for (size_t base = size_t{blockIdx.x} * kThreads * kLoads + threadIdx.x; base < num_words;
+       base += step) {
     uint4 v[kLoads] = {};
 #pragma unroll
     for (int k = 0; k < kLoads; ++k)
@@ -29,7 +30,8 @@ __global__ void __launch_bounds__(kThreads) ReadKernel(const uint4* data, size_t
 }
 
 // The score kernels' way of reading, without the arithmetic: a ring of stages in shared memory.
-__global__ void __launch_bounds__(kThreads) BulkReadKernel(const uint8_t* data, size_t num_pieces, uint32_t* sink) {
+__global__ void __launch_bounds__(kThreads)
+    BulkReadKernel(const uint8_t* data, size_t num_pieces, uint32_t* sink) {
   extern __shared__ __align__(128) uint8_t ring[];
   __shared__ uint64_t full[kStages];
   if (threadIdx.x == 0) {
@@ -42,7 +44,8 @@ __global__ void __launch_bounds__(kThreads) BulkReadKernel(const uint8_t* data, 
     ptx::BarrierExpect(full + stage, kStageBytes);
     ptx::BulkCopy(ring + stage * kStageBytes, data + i * kStageBytes, kStageBytes, full + stage);
   };
-  for (int s = 0; s < kStages; ++s) start(blockIdx.x + size_t{gridDim.x} * static_cast<unsigned>(s), s);
+  for (int s = 0; s < kStages; ++s)
+    start(blockIdx.x + size_t{gridDim.x} * static_cast<unsigned>(s), s);
   uint32_t folded = 0;
   int turn = 0;
   for (size_t i = blockIdx.x; i < num_pieces; i += gridDim.x, ++turn) {
@@ -56,7 +59,8 @@ __global__ void __launch_bounds__(kThreads) BulkReadKernel(const uint8_t* data, 
   if (folded == 0x12345678u) *sink = folded;
 }
 
-__global__ void __launch_bounds__(kThreads) CopyKernel(const uint4* from, size_t num_words, uint4* to) {
+__global__ void __launch_bounds__(kThreads)
+    CopyKernel(const uint4* from, size_t num_words, uint4* to) {
   constexpr int kEach = 4;
   const size_t base = size_t{blockIdx.x} * kThreads * kEach + threadIdx.x;
   uint4 v[kEach] = {};
@@ -70,29 +74,36 @@ __global__ void __launch_bounds__(kThreads) CopyKernel(const uint4* from, size_t
 
 }  // namespace
 
-cudaError_t LaunchRead(ReadKind kind, const uint8_t* data, size_t bytes, uint32_t* sink, cudaStream_t stream) {
+cudaError_t LaunchRead(ReadKind kind, const uint8_t* data, size_t bytes, uint32_t* sink,
+                       cudaStream_t stream) {
   int device = 0, num_sms = 0;
   if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess)
+  if (const cudaError_t e =
+          cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess)
     return e;
   if (kind == ReadKind::kVectorLoads) {
     const size_t ctas = (bytes / 16 + kThreads * kLoads - 1) / (kThreads * kLoads);
-    const auto grid = static_cast<unsigned>(std::min<size_t>(ctas, 8 * static_cast<size_t>(num_sms)));
-    ReadKernel<<<grid, kThreads, 0, stream>>>(reinterpret_cast<const uint4*>(data), bytes / 16, sink);
+    const auto grid =
+        static_cast<unsigned>(std::min<size_t>(ctas, 8 * static_cast<size_t>(num_sms)));
+    ReadKernel<<<grid, kThreads, 0, stream>>>(reinterpret_cast<const uint4*>(data), bytes / 16,
+                                              sink);
     return cudaGetLastError();
   }
   constexpr int kShared = kStages * kStageBytes;
-  if (const cudaError_t e = cudaFuncSetAttribute(BulkReadKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (const cudaError_t e = cudaFuncSetAttribute(
+          BulkReadKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
       e != cudaSuccess)
     return e;
-  BulkReadKernel<<<static_cast<unsigned>(2 * num_sms), kThreads, kShared, stream>>>(data, bytes / kStageBytes, sink);
+  BulkReadKernel<<<static_cast<unsigned>(2 * num_sms), kThreads, kShared, stream>>>(
+      data, bytes / kStageBytes, sink);
   return cudaGetLastError();
 }
 
 cudaError_t LaunchCopy(const uint8_t* from, size_t bytes, uint8_t* to, cudaStream_t stream) {
   const size_t ctas = (bytes / 16 + kThreads * 4 - 1) / (kThreads * 4);
-  CopyKernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(reinterpret_cast<const uint4*>(from), bytes / 16,
-                                                                   reinterpret_cast<uint4*>(to));
+  CopyKernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(
+      reinterpret_cast<const uint4*>(from), bytes / 16, reinterpret_cast<uint4*>(to));
   return cudaGetLastError();
 }
 

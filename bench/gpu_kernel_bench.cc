@@ -1,9 +1,10 @@
-// Times the GPU kernels next to what the card's memory gives to plain read and copy kernels in the same run.
-// usage: gpu_kernel_bench [--only=REGEX] [--json=FILE] [--commit=HASH]
+// Times the GPU kernels next to what the card's memory gives to plain read and copy kernels in the
+// same run. usage: gpu_kernel_bench [--only=REGEX] [--json=FILE] [--commit=HASH]
 //
-// Method: D 128, B 16, R 8, Hk 8, G 4, bf16. Each kernel is launched over several sets of buffers, more bytes
-// together than the L2 holds, in one CUDA graph; a figure is the median over replays of the time a launch
-// takes, gaps included. Results are checked against kvd::ref; a wrong one ends the program with status 1.
+// Method: D 128, B 16, R 8, Hk 8, G 4, bf16. Each kernel is launched over several sets of buffers,
+// more bytes together than the L2 holds, in one CUDA graph; a figure is the median over replays of
+// the time a launch takes, gaps included. Results are checked against kvd::ref; a wrong one ends
+// the program with status 1.
 
 #include <cuda_runtime_api.h>
 
@@ -33,7 +34,8 @@
 #include "tests/support/gpu.h"
 #include "tests/support/kv_data.h"
 
-ABSL_FLAG(std::string, only, "", "measure only figures in whose name this regular expression is found");
+ABSL_FLAG(std::string, only, "",
+          "measure only figures in whose name this regular expression is found");
 ABSL_FLAG(std::string, json, "", "file to write the figures to; empty: none");
 ABSL_FLAG(std::string, commit, "", "commit that this program was built from; empty: ask git");
 
@@ -62,10 +64,12 @@ void Expect(bool right, const std::string& what) {
   std::fprintf(stderr, "WRONG: %s\n", what.c_str());
 }
 
-int NumSets(size_t bytes) { return static_cast<int>(std::clamp<size_t>(kRotateBytes / bytes + 1, 2, 64)); }
+int NumSets(size_t bytes) {
+  return static_cast<int>(std::clamp<size_t>(kRotateBytes / bytes + 1, 2, 64));
+}
 int NumLaunches(int sets) { return (20 + sets - 1) / sets * sets; }
 
-// --- bandwidth -------------------------------------------------------------------------------------
+// --- bandwidth -----------------------------------------------------------------------------------
 
 // Bytes a microsecond of the better plain read kernel at this size.
 double ReadRate(size_t bytes, bool print = true) {
@@ -77,9 +81,12 @@ double ReadRate(size_t bytes, bool print = true) {
   double best = 0;
   for (const ReadKind kind : {ReadKind::kVectorLoads, ReadKind::kBulkCopies}) {
     const double us = MedianUs(NumLaunches(sets), [&](int i, cudaStream_t stream) {
-      KVD_CUDA_OK(LaunchRead(kind, data.data() + static_cast<size_t>(i % sets) * bytes, bytes, sink.data(), stream));
+      KVD_CUDA_OK(LaunchRead(kind, data.data() + static_cast<size_t>(i % sets) * bytes, bytes,
+                             sink.data(), stream));
     });
-    if (print) std::printf("  read %zu MiB, %s: %.1f us\n", bytes >> 20, kind == ReadKind::kVectorLoads ? "loads" : "bulk", us);
+    if (print)
+      std::printf("  read %zu MiB, %s: %.1f us\n", bytes >> 20,
+                  kind == ReadKind::kVectorLoads ? "loads" : "bulk", us);
     best = std::max(best, static_cast<double>(bytes) / us);
   }
   return best;
@@ -88,7 +95,8 @@ double ReadRate(size_t bytes, bool print = true) {
 // Microseconds of a plain copy of `bytes` bytes.
 double CopyUs(size_t bytes) {
   const int sets = NumSets(bytes);
-  DeviceArray<uint8_t> from(bytes * static_cast<size_t>(sets)), to(bytes * static_cast<size_t>(sets));
+  DeviceArray<uint8_t> from(bytes * static_cast<size_t>(sets)),
+      to(bytes * static_cast<size_t>(sets));
   from.Poison(0x5A);
   return MedianUs(NumLaunches(sets), [&](int i, cudaStream_t stream) {
     const size_t at = static_cast<size_t>(i % sets) * bytes;
@@ -96,9 +104,10 @@ double CopyUs(size_t bytes) {
   });
 }
 
-// --- score -----------------------------------------------------------------------------------------
+// --- score ---------------------------------------------------------------------------------------
 
-// Records of random units, repeated over every mirror: record i of a mirror is number i % kNumRecords here.
+// Records of random units, repeated over every mirror: record i of a mirror is number i %
+// kNumRecords here.
 struct Records {
   static constexpr int kNumRecords = 4093;
   std::vector<uint8_t> coarse, fine;
@@ -106,10 +115,12 @@ struct Records {
     const int64_t count = int64_t{kTokens} * kDim;
     std::vector<uint8_t> unit(kUnitBytes);
     for (int64_t i = 0; i < kNumRecords; ++i) {
-      const auto keys = kvd::testing::RandomKv(count, KvDtype::kBf16, 1.0f, static_cast<uint64_t>(i));
+      const auto keys =
+          kvd::testing::RandomKv(count, KvDtype::kBf16, 1.0f, static_cast<uint64_t>(i));
       std::memcpy(unit.data(), keys.data(), keys.size() * 2);
-      ref::Summarize({kDim, kTokens, kRank, KvDtype::kBf16, true, Encoder::kE0, unit.data(), nullptr,
-                      coarse.data() + i * kLayout.coarse_bytes, fine.data() + i * kLayout.fine_bytes});
+      ref::Summarize({kDim, kTokens, kRank, KvDtype::kBf16, true, Encoder::kE0, unit.data(),
+                      nullptr, coarse.data() + i * kLayout.coarse_bytes,
+                      fine.data() + i * kLayout.fine_bytes});
     }
   }
 };
@@ -119,7 +130,8 @@ DeviceArray<uint8_t> Repeat(const std::vector<uint8_t>& pattern, size_t size) {
   DeviceArray<uint8_t> out(std::max(size, pattern.size()));
   out.Upload(pattern);
   for (size_t done = pattern.size(); done < size; done *= 2)
-    KVD_CUDA_OK(cudaMemcpy(out.data() + done, out.data(), std::min(done, size - done), cudaMemcpyDeviceToDevice));
+    KVD_CUDA_OK(cudaMemcpy(out.data() + done, out.data(), std::min(done, size - done),
+                           cudaMemcpyDeviceToDevice));
   KVD_CUDA_OK(cudaDeviceSynchronize());
   return out;
 }
@@ -136,11 +148,18 @@ struct ScoreCase {
 class ScoreBench {
  public:
   ScoreBench(const Records& records, const ScoreCase& shape, int sets)
-      : sequences_(shape.sequences), pages_(shape.pages()), kv_heads_(shape.kv_heads), group_(shape.group), sets_(sets),
+      : sequences_(shape.sequences),
+        pages_(shape.pages()),
+        kv_heads_(shape.kv_heads),
+        group_(shape.group),
+        sets_(sets),
         coarse_(Repeat(records.coarse, NumRecords() * kLayout.coarse_bytes)),
         fine_(Repeat(records.fine, NumRecords() * kLayout.fine_bytes)),
-        query_(kvd::testing::RandomKv(int64_t{sequences_} * kv_heads_ * group_ * kDim, KvDtype::kBf16, 1.0f, 7)),
-        d_query_(query_), coarse_bases_(Bases(coarse_, kLayout.coarse_bytes)), fine_bases_(Bases(fine_, kLayout.fine_bytes)),
+        query_(kvd::testing::RandomKv(int64_t{sequences_} * kv_heads_ * group_ * kDim,
+                                      KvDtype::kBf16, 1.0f, 7)),
+        d_query_(query_),
+        coarse_bases_(Bases(coarse_, kLayout.coarse_bytes)),
+        fine_bases_(Bases(fine_, kLayout.fine_bytes)),
         capacity_(std::vector<int64_t>(static_cast<size_t>(sequences_), pages_)),
         num_pages_(std::vector<int32_t>(static_cast<size_t>(sequences_), pages_)),
         lse_(static_cast<size_t>(sequences_ * kv_heads_ * group_) * static_cast<size_t>(pages_)) {
@@ -149,8 +168,23 @@ class ScoreBench {
 
   ScoreArgs Args(int set) const {
     const size_t at = static_cast<size_t>(set) * static_cast<size_t>(sequences_);
-    return {sequences_, kv_heads_, group_, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0, d_query_.data(),
-            coarse_bases_.data() + at, fine_bases_.data() + at, capacity_.data(), num_pages_.data(), pages_, lse_.data(), true};
+    return {sequences_,
+            kv_heads_,
+            group_,
+            kDim,
+            kTokens,
+            kRank,
+            KvDtype::kBf16,
+            kScale,
+            0,
+            d_query_.data(),
+            coarse_bases_.data() + at,
+            fine_bases_.data() + at,
+            capacity_.data(),
+            num_pages_.data(),
+            pages_,
+            lse_.data(),
+            true};
   }
 
   // Every result of the last launch against the reference's for the same record and queries.
@@ -162,16 +196,33 @@ class ScoreBench {
     const int32_t count = Records::kNumRecords;
     int64_t wrong = 0;
     for (int row = 0; row < sequences_ * kv_heads_; ++row) {
-      const ScoreArgs args = {1, 1, group_, kDim, kTokens, kRank, KvDtype::kBf16, kScale, 0,
-                              query_.data() + row * group_ * kDim, &coarse, &fine, &capacity, &count,
-                              Records::kNumRecords, want.data(), true};
+      const ScoreArgs args = {1,
+                              1,
+                              group_,
+                              kDim,
+                              kTokens,
+                              kRank,
+                              KvDtype::kBf16,
+                              kScale,
+                              0,
+                              query_.data() + row * group_ * kDim,
+                              &coarse,
+                              &fine,
+                              &capacity,
+                              &count,
+                              Records::kNumRecords,
+                              want.data(),
+                              true};
       scan == Scan::kCoarse ? ref::ScoreCoarse(args) : ref::ScoreFull(args);
-      const size_t first = (static_cast<size_t>(set) * static_cast<size_t>(sequences_ * kv_heads_) + static_cast<size_t>(row)) *
+      const size_t first = (static_cast<size_t>(set) * static_cast<size_t>(sequences_ * kv_heads_) +
+                            static_cast<size_t>(row)) *
                            static_cast<size_t>(pages_);
       for (int g = 0; g < group_; ++g) {
         for (size_t p = 0; p < static_cast<size_t>(pages_); ++p) {
-          const float w = want[static_cast<size_t>(g * Records::kNumRecords) + (first + p) % Records::kNumRecords];
-          const float v = got[(static_cast<size_t>(row * group_ + g)) * static_cast<size_t>(pages_) + p];
+          const float w = want[static_cast<size_t>(g * Records::kNumRecords) +
+                               (first + p) % Records::kNumRecords];
+          const float v =
+              got[(static_cast<size_t>(row * group_ + g)) * static_cast<size_t>(pages_) + p];
           if (scan != Scan::kRefine || p % 32 == 0) wrong += !(std::abs(v - w) <= 1e-3f);
         }
       }
@@ -183,12 +234,14 @@ class ScoreBench {
 
  private:
   size_t NumRecords() const {
-    return static_cast<size_t>(sets_) * static_cast<size_t>(sequences_ * kv_heads_) * static_cast<size_t>(pages_);
+    return static_cast<size_t>(sets_) * static_cast<size_t>(sequences_ * kv_heads_) *
+           static_cast<size_t>(pages_);
   }
   DeviceArray<const uint8_t*> Bases(const DeviceArray<uint8_t>& data, size_t record_bytes) const {
     std::vector<const uint8_t*> bases;
     for (int i = 0; i < sets_ * sequences_; ++i)
-      bases.push_back(data.data() + static_cast<size_t>(i * kv_heads_) * static_cast<size_t>(pages_) * record_bytes);
+      bases.push_back(data.data() + static_cast<size_t>(i * kv_heads_) *
+                                        static_cast<size_t>(pages_) * record_bytes);
     return DeviceArray<const uint8_t*>(bases);
   }
 
@@ -203,16 +256,19 @@ class ScoreBench {
 };
 
 void AddScore(const Records& records, Scan scan, const ScoreCase& shape, Report* report) {
-  std::string name = absl::StrCat(scan == Scan::kFull ? "score full" : "score coarse", ", ", shape.sequences, " x ",
-                                  shape.thousand_tokens, "K tokens");
-  if (shape.kv_heads != kKvHeads) absl::StrAppend(&name, ", Hk ", shape.kv_heads, " G ", shape.group);
+  std::string name = absl::StrCat(scan == Scan::kFull ? "score full" : "score coarse", ", ",
+                                  shape.sequences, " x ", shape.thousand_tokens, "K tokens");
+  if (shape.kv_heads != kKvHeads)
+    absl::StrAppend(&name, ", Hk ", shape.kv_heads, " G ", shape.group);
   if (!IsWanted(name)) return;
   const size_t part = scan == Scan::kCoarse ? kLayout.coarse_bytes : kLayout.record_bytes();
-  const size_t bytes = static_cast<size_t>(shape.sequences * shape.kv_heads) * static_cast<size_t>(shape.pages()) * part;
+  const size_t bytes = static_cast<size_t>(shape.sequences * shape.kv_heads) *
+                       static_cast<size_t>(shape.pages()) * part;
   const ScoreBench bench(records, shape, NumSets(bytes));
   const auto launch = [&](int i, cudaStream_t stream) {
     const ScoreArgs args = bench.Args(i % bench.sets());
-    KVD_CUDA_OK(scan == Scan::kFull ? LaunchScoreFull(args, stream) : LaunchScoreCoarse(args, stream));
+    KVD_CUDA_OK(scan == Scan::kFull ? LaunchScoreFull(args, stream)
+                                    : LaunchScoreCoarse(args, stream));
   };
   const int launches = NumLaunches(bench.sets());
   const double us = MedianUs(launches, launch);
@@ -232,14 +288,15 @@ void AddRefine(const Records& records, Report* report) {
   const DeviceArray<int32_t> d_candidates(candidates);
   const DeviceArray<int32_t> counts(std::vector<int32_t>(kKvHeads, kCandidates));
   const double us = MedianUs(20, [&](int i, cudaStream_t stream) {
-    KVD_CUDA_OK(LaunchScoreRefine({bench.Args(i % 2), kCandidates, d_candidates.data(), counts.data()}, stream));
+    KVD_CUDA_OK(LaunchScoreRefine(
+        {bench.Args(i % 2), kCandidates, d_candidates.data(), counts.data()}, stream));
   });
   bench.Check(records, Scan::kRefine, 1, "refine");
   const double bytes = double{kKvHeads} * kCandidates * kLayout.record_bytes();
   report->Add({name, us, "us", bytes / ReadRate(size_t{419} << 20, false), 0});
 }
 
-// --- units -----------------------------------------------------------------------------------------
+// --- units ---------------------------------------------------------------------------------------
 
 void AddGather(size_t num_units, Report* report) {
   const std::string name = absl::StrCat("gather ", num_units, " units of 8 KiB, local");
@@ -261,23 +318,28 @@ void AddGather(size_t num_units, Report* report) {
   std::vector<GatherUnit> units;
   for (size_t i = 0; i < total; ++i)
     units.push_back({arena.data() + order[i] * kUnitBytes,
-                     reinterpret_cast<const PageHeader*>(d_headers.data() + order[i] * 8), 2, out.data() + i * kUnitBytes});
+                     reinterpret_cast<const PageHeader*>(d_headers.data() + order[i] * 8), 2,
+                     out.data() + i * kUnitBytes});
   const DeviceArray<GatherUnit> d_units(units);
   const double us = MedianUs(NumLaunches(sets), [&](int i, cudaStream_t stream) {
     const size_t first = static_cast<size_t>(i % sets) * num_units;
-    KVD_CUDA_OK(LaunchGatherUnits(d_units.data() + first, static_cast<int64_t>(num_units), kUnitBytes, valid.data() + first, stream));
+    KVD_CUDA_OK(LaunchGatherUnits(d_units.data() + first, static_cast<int64_t>(num_units),
+                                  kUnitBytes, valid.data() + first, stream));
   });
   const std::vector<uint8_t> flags = valid.Download();
-  Expect(std::all_of(flags.begin(), flags.end(), [](uint8_t f) { return f == 1; }), "gather: a sealed unit was refused");
+  Expect(std::all_of(flags.begin(), flags.end(), [](uint8_t f) { return f == 1; }),
+         "gather: a sealed unit was refused");
   // Both ends by checksum, on the device: its own test holds it to the host's.
   std::vector<const uint8_t*> ends;
   for (const GatherUnit& unit : units) ends.push_back(unit.source);
   for (const GatherUnit& unit : units) ends.push_back(unit.destination);
   const DeviceArray<const uint8_t*> d_ends(ends);
   const DeviceArray<uint64_t> sums(ends.size());
-  KVD_CUDA_OK(LaunchChecksum64(d_ends.data(), static_cast<int64_t>(ends.size()), kUnitBytes, sums.data(), nullptr));
+  KVD_CUDA_OK(LaunchChecksum64(d_ends.data(), static_cast<int64_t>(ends.size()), kUnitBytes,
+                               sums.data(), nullptr));
   const std::vector<uint64_t> got = sums.Download();
-  Expect(std::equal(got.begin(), got.begin() + static_cast<std::ptrdiff_t>(total), got.begin() + static_cast<std::ptrdiff_t>(total)),
+  Expect(std::equal(got.begin(), got.begin() + static_cast<std::ptrdiff_t>(total),
+                    got.begin() + static_cast<std::ptrdiff_t>(total)),
          "gather: bytes differ");
   const double copy = CopyUs(bytes);
   report->Add({name, us, "us", copy, copy / us});
@@ -290,7 +352,8 @@ void AddAttend(int sequences, Report* report) {
   const size_t per_set = static_cast<size_t>(sequences) * kKvHeads * kUnits;
   const int sets = NumSets(per_set * kUnitBytes);
   const size_t total = per_set * static_cast<size_t>(sets);
-  const auto values = kvd::testing::RandomKv(int64_t{512} * static_cast<int64_t>(kUnitBytes / 2), KvDtype::kBf16, 1.0f, 3);
+  const auto values = kvd::testing::RandomKv(int64_t{512} * static_cast<int64_t>(kUnitBytes / 2),
+                                             KvDtype::kBf16, 1.0f, 3);
   std::vector<uint8_t> pattern(values.size() * 2);
   std::memcpy(pattern.data(), values.data(), pattern.size());
   const DeviceArray<uint8_t> units = Repeat(pattern, total * kUnitBytes);
@@ -301,27 +364,34 @@ void AddAttend(int sequences, Report* report) {
     host_refs.push_back({pattern.data() + unit % 512 * kUnitBytes, kTokens});
   }
   const auto rows = static_cast<size_t>(sequences) * kKvHeads;
-  const auto query = kvd::testing::RandomKv(static_cast<int64_t>(rows) * kGroup * kDim, KvDtype::kBf16, 2.0f, 4);
+  const auto query =
+      kvd::testing::RandomKv(static_cast<int64_t>(rows) * kGroup * kDim, KvDtype::kBf16, 2.0f, 4);
   const std::vector<int32_t> counts(rows, kUnits);
   const DeviceArray<UnitRef> d_refs(refs);
   const DeviceArray<uint16_t> d_query(query);
   const DeviceArray<int32_t> d_counts(counts);
   const DeviceArray<float> o(rows * kGroup * kDim), lse(rows * kGroup);
-  const auto args = [&](const uint16_t* q, const UnitRef* list, const int32_t* num, float* out, float* out_lse) {
-    return AttendArgs{sequences, kKvHeads, kGroup, kDim, kTokens, KvDtype::kBf16, kScale, 0, q, kUnits, list, num, out, out_lse};
+  const auto args = [&](const uint16_t* q, const UnitRef* list, const int32_t* num, float* out,
+                        float* out_lse) {
+    return AttendArgs{sequences, kKvHeads, kGroup, kDim, kTokens, KvDtype::kBf16, kScale, 0,
+                      q,         kUnits,   list,   num,  out,     out_lse};
   };
   const int launches = NumLaunches(sets);
   const double us = MedianUs(launches, [&](int i, cudaStream_t stream) {
-    KVD_CUDA_OK(LaunchAttend(args(d_query.data(), d_refs.data() + static_cast<size_t>(i % sets) * per_set, d_counts.data(),
-                                  o.data(), lse.data()), stream));
+    KVD_CUDA_OK(
+        LaunchAttend(args(d_query.data(), d_refs.data() + static_cast<size_t>(i % sets) * per_set,
+                          d_counts.data(), o.data(), lse.data()),
+                     stream));
   });
   std::vector<float> want_o(o.size()), want_lse(lse.size());
-  ref::Attend(args(query.data(), host_refs.data() + static_cast<size_t>((launches - 1) % sets) * per_set, counts.data(),
-                   want_o.data(), want_lse.data()));
+  ref::Attend(args(query.data(),
+                   host_refs.data() + static_cast<size_t>((launches - 1) % sets) * per_set,
+                   counts.data(), want_o.data(), want_lse.data()));
   const std::vector<float> got_o = o.Download(), got_lse = lse.Download();
   float worst = 0;
   for (size_t i = 0; i < got_o.size(); ++i) worst = std::max(worst, std::abs(got_o[i] - want_o[i]));
-  for (size_t i = 0; i < got_lse.size(); ++i) worst = std::max(worst, std::abs(got_lse[i] - want_lse[i]));
+  for (size_t i = 0; i < got_lse.size(); ++i)
+    worst = std::max(worst, std::abs(got_lse[i] - want_lse[i]));
   Expect(worst <= 1e-4f, absl::StrCat("attend: off by ", worst));
   const double bytes = static_cast<double>(per_set * kUnitBytes);
   const double limit = bytes / ReadRate(per_set * kUnitBytes, false);
@@ -329,11 +399,16 @@ void AddAttend(int sequences, Report* report) {
 }
 
 void AddSmall(Report* report) {
-  const DeviceArray<uint16_t> query(kvd::testing::RandomKv(kKvHeads * kGroup * kDim, KvDtype::kBf16, 1.0f, 1));
+  const DeviceArray<uint16_t> query(
+      kvd::testing::RandomKv(kKvHeads * kGroup * kDim, KvDtype::kBf16, 1.0f, 1));
   const DeviceArray<uint16_t> out(query.size());
-  report->Add({"rotate 32 queries", MedianUs(40, [&](int, cudaStream_t stream) {
-                 KVD_CUDA_OK(LaunchRotateQuery(query.data(), kKvHeads * kGroup, kDim, KvDtype::kBf16, out.data(), stream));
-               }), "us", 0, 0});
+  report->Add({"rotate 32 queries",
+               MedianUs(40,
+                        [&](int, cudaStream_t stream) {
+                          KVD_CUDA_OK(LaunchRotateQuery(query.data(), kKvHeads * kGroup, kDim,
+                                                        KvDtype::kBf16, out.data(), stream));
+                        }),
+               "us", 0, 0});
 }
 
 int Main() {
@@ -344,15 +419,25 @@ int Main() {
   cudaDeviceProp device = {};
   KVD_CUDA_OK(cudaGetDeviceProperties(&device, 0));
   Report report("gpu_kernel_bench");
-  report.SetMachine(absl::StrCat(device.name, ", ", device.multiProcessorCount, " SMs, ", device.l2CacheSize >> 20, " MiB L2"));
-  if (const std::string commit = absl::GetFlag(FLAGS_commit); !commit.empty()) report.SetCommit(commit);
+  report.SetMachine(absl::StrCat(device.name, ", ", device.multiProcessorCount, " SMs, ",
+                                 device.l2CacheSize >> 20, " MiB L2"));
+  if (const std::string commit = absl::GetFlag(FLAGS_commit); !commit.empty())
+    report.SetCommit(commit);
   const Records records;
   if (IsWanted("plain read, 1 GiB"))
     report.Add({"plain read, 1 GiB", ReadRate(size_t{1} << 30) / 1000, "GB/s", 0, 0});
   if (IsWanted("plain copy, 1 GiB, read + written"))
-    report.Add({"plain copy, 1 GiB, read + written", 2 * double{1 << 30} / CopyUs(size_t{1} << 30) / 1000, "GB/s", 0, 0});
-  for (const ScoreCase& shape : {ScoreCase{1, 16}, {1, 128}, {1, 256}, {1, 1024}, {1, 4096}, {8, 128}, {32, 32},
-                                 {1, 128, 4, 8}, {1, 1024, 4, 8}}) {
+    report.Add({"plain copy, 1 GiB, read + written",
+                2 * double{1 << 30} / CopyUs(size_t{1} << 30) / 1000, "GB/s", 0, 0});
+  for (const ScoreCase& shape : {ScoreCase{1, 16},
+                                 {1, 128},
+                                 {1, 256},
+                                 {1, 1024},
+                                 {1, 4096},
+                                 {8, 128},
+                                 {32, 32},
+                                 {1, 128, 4, 8},
+                                 {1, 1024, 4, 8}}) {
     AddScore(records, Scan::kFull, shape, &report);
     AddScore(records, Scan::kCoarse, shape, &report);
   }

@@ -21,13 +21,13 @@ using kvd::testing::DeviceArray;
 
 constexpr int kGroup = 4;
 
-// --- select ----------------------------------------------------------------------------------------
+// --- select --------------------------------------------------------------------------------------
 
 struct SelectCase {
   int rows;
   int pages;
   int num_select;
-  bool from_l2;  // the same lse again and again, as score has just left it; else more lse than the L2 holds
+  bool from_l2;  // the same lse every time, as score has just left it; else more than the L2 holds
 };
 
 // lse of rows * G heads, the pattern of `kPattern` heads again and again.
@@ -39,7 +39,8 @@ std::vector<float> RandomLse(int pages) {
   return lse;
 }
 
-// The results of the last launch against the reference's on the same rows; exact lists but for near ties.
+// The results of the last launch against the reference's on the same rows; exact lists but for near
+// ties.
 int CountWrongRows(const SelectCase& c, const std::vector<float>& pattern, size_t first_head,
                    const std::vector<int32_t>& pages, const std::vector<float>& threshold) {
   int wrong = 0;
@@ -49,8 +50,9 @@ int CountWrongRows(const SelectCase& c, const std::vector<float>& pattern, size_
     std::vector<float> lse;
     for (int g = 0; g < kGroup; ++g) {
       const auto from =
-          pattern.begin() +
-          static_cast<std::ptrdiff_t>((first_head + static_cast<size_t>(row * kGroup + g)) % kPattern) * c.pages;
+          pattern.begin() + static_cast<std::ptrdiff_t>(
+                                (first_head + static_cast<size_t>(row * kGroup + g)) % kPattern) *
+                                c.pages;
       lse.insert(lse.end(), from, from + c.pages);
     }
     std::vector<int32_t> want(k);
@@ -76,13 +78,15 @@ int CountWrongRows(const SelectCase& c, const std::vector<float>& pattern, size_
                        log_norm,
                        nullptr,
                        nullptr};
-    args.scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+    args.scratch =
+        reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
     ref::Select(args);
     const auto got = pages.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(row) * k);
     std::vector<int32_t> differ;
-    std::set_symmetric_difference(want.begin(), want.end(), got, got + static_cast<std::ptrdiff_t>(k),
-                                  std::back_inserter(differ));
-    wrong += differ.size() > 2 || !(std::abs(threshold[static_cast<size_t>(row)] - want_threshold) <= 1e-5f);
+    std::set_symmetric_difference(want.begin(), want.end(), got,
+                                  got + static_cast<std::ptrdiff_t>(k), std::back_inserter(differ));
+    wrong += differ.size() > 2 ||
+             !(std::abs(threshold[static_cast<size_t>(row)] - want_threshold) <= 1e-5f);
   }
   return wrong;
 }
@@ -93,7 +97,9 @@ struct SelectBuffers {
       : shape(c),
         set_heads(static_cast<size_t>(c.rows) * kGroup),
         row_floats(static_cast<size_t>(c.pages)),
-        sets(std::clamp<size_t>((c.from_l2 ? 0 : size_t{400} << 20) / (set_heads * row_floats * sizeof(float)) + 1, 1, 64)),
+        sets(std::clamp<size_t>(
+            (c.from_l2 ? 0 : size_t{400} << 20) / (set_heads * row_floats * sizeof(float)) + 1, 1,
+            64)),
         pattern(RandomLse(c.pages)),
         lse(std::max<size_t>(sets * set_heads, kPattern) * row_floats),
         num_pages(std::vector<int32_t>(static_cast<size_t>(c.rows), c.pages)),
@@ -109,7 +115,8 @@ struct SelectBuffers {
     const size_t heads = sets * set_heads;
     for (size_t done = kPattern; done < heads; done *= 2)
       KVD_CUDA_OK(cudaMemcpy(lse.data() + done * row_floats, lse.data(),
-                             std::min(done, heads - done) * row_floats * sizeof(float), cudaMemcpyDeviceToDevice));
+                             std::min(done, heads - done) * row_floats * sizeof(float),
+                             cudaMemcpyDeviceToDevice));
   }
 
   SelectArgs Args(size_t set) const {
@@ -135,8 +142,10 @@ struct SelectBuffers {
 
   // After a launch over `set`.
   int CountWrong(const std::string& name, size_t set) const {
-    const int wrong = CountWrongRows(shape, pattern, set * set_heads, pages.Download(), threshold.Download());
-    if (wrong != 0) std::fprintf(stderr, "WRONG: %s: %d rows differ from the reference\n", name.c_str(), wrong);
+    const int wrong =
+        CountWrongRows(shape, pattern, set * set_heads, pages.Download(), threshold.Download());
+    if (wrong != 0)
+      std::fprintf(stderr, "WRONG: %s: %d rows differ from the reference\n", name.c_str(), wrong);
     return wrong;
   }
 
@@ -150,8 +159,8 @@ struct SelectBuffers {
 };
 
 int AddSelect(const SelectCase& c, Report* report) {
-  const std::string name =
-      absl::StrCat("select ", c.rows, " x ", c.pages, " pages, K ", c.num_select, c.from_l2 ? ", lse in L2" : "");
+  const std::string name = absl::StrCat("select ", c.rows, " x ", c.pages, " pages, K ",
+                                        c.num_select, c.from_l2 ? ", lse in L2" : "");
   if (!IsWanted(name)) return 0;
   const SelectBuffers buffers(c, 1);
   const int launches = buffers.NumLaunches();
@@ -162,8 +171,8 @@ int AddSelect(const SelectCase& c, Report* report) {
   return buffers.CountWrong(name, static_cast<size_t>(launches - 1) % buffers.sets);
 }
 
-// The two selects of a progressive scan, lse in L2. Nothing refines between them, so that the second must choose what one
-// select over all pages does.
+// The two selects of a progressive scan, lse in L2. Nothing refines between them, so that the
+// second must choose what one select over all pages does.
 int AddProgressive(int pages, Report* report) {
   constexpr int kChosen = 2016, kMax = kChosen + 2;
   const SelectCase c = {8, pages, 126, true};
@@ -176,16 +185,21 @@ int AddProgressive(int pages, Report* report) {
   second.candidates = buffers.candidates.data();
   second.num_candidates = buffers.num_candidates.data();
   const CandidateOut out = {kMax, buffers.candidates.data(), buffers.num_candidates.data()};
-  report->Add({name, MedianUs(20, [&](int, cudaStream_t stream) {
-                 KVD_CUDA_OK(LaunchSelectCandidates(first, out, stream));
-               }), "us", 0, 0});
-  report->Add({absl::StrCat(name, ", then K 126 among them"), MedianUs(20, [&](int, cudaStream_t stream) {
-                 KVD_CUDA_OK(LaunchSelectAmong(second, stream));
-               }), "us", 0, 0});
+  report->Add({name,
+               MedianUs(20,
+                        [&](int, cudaStream_t stream) {
+                          KVD_CUDA_OK(LaunchSelectCandidates(first, out, stream));
+                        }),
+               "us", 0, 0});
+  report->Add(
+      {absl::StrCat(name, ", then K 126 among them"),
+       MedianUs(20,
+                [&](int, cudaStream_t stream) { KVD_CUDA_OK(LaunchSelectAmong(second, stream)); }),
+       "us", 0, 0});
   return buffers.CountWrong(name, 0);
 }
 
-// --- resolve ---------------------------------------------------------------------------------------
+// --- resolve -------------------------------------------------------------------------------------
 
 struct ResolveCase {
   int rows;
@@ -213,7 +227,8 @@ std::vector<std::vector<int32_t>> Walk(int steps, int num_select, int num_pages)
 }
 
 int AddResolve(const ResolveCase& c, Report* report) {
-  const std::string name = absl::StrCat("resolve ", c.rows, " rows, K ", c.num_select, ", ", c.num_slots, " slots");
+  const std::string name =
+      absl::StrCat("resolve ", c.rows, " rows, K ", c.num_select, ", ", c.num_slots, " slots");
   if (!IsWanted(name)) return 0;
   constexpr int kSteps = 20, kPages = 8192;
   const auto rows = static_cast<size_t>(c.rows), k = static_cast<size_t>(c.num_select),
@@ -233,24 +248,26 @@ int AddResolve(const ResolveCase& c, Report* report) {
     table.push_back({page_slot.data() + row * kPages, slot_page.data() + row * slots_each,
                      slot_step.data() + row * slots_each, c.num_slots});
   const DeviceArray<ResolveRow> d_table(table);
-  std::vector<int32_t> want_page_slot(kPages, -1), want_slot_page(slots_each, -1), want_slots(k), want_misses(k);
+  std::vector<int32_t> want_page_slot(kPages, -1), want_slot_page(slots_each, -1), want_slots(k),
+      want_misses(k);
   std::vector<uint64_t> want_step(slots_each, 0);
   uint64_t step = 0, misses = 0;
   const double us = MedianUs(
       kSteps,
       [&](int i, cudaStream_t stream) {
-        KVD_CUDA_OK(LaunchResolve(
-            {c.rows, c.num_select, c.num_slots, d_table.data(), pages.data() + static_cast<size_t>(i) * rows * k,
-             num_pages.data(), steps.data() + i, slots.data(), miss_idx.data(), num_misses.data()},
-            stream));
+        KVD_CUDA_OK(
+            LaunchResolve({c.rows, c.num_select, c.num_slots, d_table.data(),
+                           pages.data() + static_cast<size_t>(i) * rows * k, num_pages.data(),
+                           steps.data() + i, slots.data(), miss_idx.data(), num_misses.data()},
+                          stream));
       },
       [&] {
         std::vector<uint64_t> next;
         for (const auto& list : lists) {
           next.push_back(++step);
-          misses += static_cast<uint64_t>(
-              ref::Resolve({c.num_slots, step, list.data(), c.num_select, want_page_slot.data(),
-                            want_slot_page.data(), want_step.data(), want_slots.data(), want_misses.data()}));
+          misses += static_cast<uint64_t>(ref::Resolve(
+              {c.num_slots, step, list.data(), c.num_select, want_page_slot.data(),
+               want_slot_page.data(), want_step.data(), want_slots.data(), want_misses.data()}));
         }
         steps.Upload(next);
         KVD_CUDA_OK(cudaDeviceSynchronize());
@@ -258,12 +275,13 @@ int AddResolve(const ResolveCase& c, Report* report) {
   const std::vector<int32_t> got = slot_page.Download(), got_slots = slots.Download();
   int wrong = 0;
   for (size_t row = 0; row < rows; ++row) {
-    wrong +=
-        !std::equal(want_slot_page.begin(), want_slot_page.end(),
-                    got.begin() + static_cast<std::ptrdiff_t>(row * slots_each)) ||
-        !std::equal(want_slots.begin(), want_slots.end(), got_slots.begin() + static_cast<std::ptrdiff_t>(row * k));
+    wrong += !std::equal(want_slot_page.begin(), want_slot_page.end(),
+                         got.begin() + static_cast<std::ptrdiff_t>(row * slots_each)) ||
+             !std::equal(want_slots.begin(), want_slots.end(),
+                         got_slots.begin() + static_cast<std::ptrdiff_t>(row * k));
   }
-  if (wrong != 0) std::fprintf(stderr, "WRONG: %s: %d rows differ from the reference\n", name.c_str(), wrong);
+  if (wrong != 0)
+    std::fprintf(stderr, "WRONG: %s: %d rows differ from the reference\n", name.c_str(), wrong);
   std::printf("  %s: %.1f%% misses\n", name.c_str(),
               100 * static_cast<double>(misses) / (static_cast<double>(step) * c.num_select));
   report->Add({name, us, "us", 0, 0});

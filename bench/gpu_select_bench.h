@@ -7,8 +7,8 @@
 
 namespace kvd::bench {
 
-// Adds the figures of select and resolve; returns how many results differ from the reference's (each is named on
-// stderr).
+// Adds the figures of select and resolve; returns how many results differ from the reference's
+// (each is named on stderr).
 int AddSelectAndResolve(Report* report);
 
 }  // namespace kvd::bench

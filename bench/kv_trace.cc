@@ -40,14 +40,16 @@ static_assert(sizeof(TraceHeader) == 60 + 2 * kNameBytes && sizeof(TraceHeader) 
 // Walks the 64-byte aligned sections after the header.
 class SectionReader {
  public:
-  SectionReader(std::span<const uint8_t> bytes, absl::string_view path) : bytes_(bytes), path_(path) {}
+  SectionReader(std::span<const uint8_t> bytes, absl::string_view path)
+      : bytes_(bytes), path_(path) {}
 
   template <class T>
   absl::StatusOr<std::vector<T>> Next(size_t count, absl::string_view what) {
     at_ = (at_ + 63) / 64 * 64;
     if (at_ > bytes_.size() || count > (bytes_.size() - at_) / sizeof(T)) {
-      return absl::DataLossError(absl::StrCat(path_, ": ", what, ": expected ", count * sizeof(T), " bytes at ", at_,
-                                              ", the file has ", bytes_.size(), ": dump the trace again"));
+      return absl::DataLossError(absl::StrCat(path_, ": ", what, ": expected ", count * sizeof(T),
+                                              " bytes at ", at_, ", the file has ", bytes_.size(),
+                                              ": dump the trace again"));
     }
     std::vector<T> values(count);
     if (count > 0) std::memcpy(values.data(), bytes_.data() + at_, count * sizeof(T));
@@ -64,16 +66,18 @@ class SectionReader {
 
 absl::Status CheckHeader(const TraceHeader& header, const std::string& path) {
   if (std::memcmp(header.magic, kMagic, sizeof(header.magic)) != 0)
-    return absl::DataLossError(absl::StrCat(path, ": not a KV trace (expected magic ", kMagic, ")"));
+    return absl::DataLossError(
+        absl::StrCat(path, ": not a KV trace (expected magic ", kMagic, ")"));
   if (header.version != kVersion || header.header_bytes != kHeaderBytes)
-    return absl::DataLossError(absl::StrCat(path, ": expected version ", kVersion, " with a header of ", kHeaderBytes,
-                                            " bytes, got version ", header.version, " and ", header.header_bytes));
-  if (header.num_layers < 1 || header.num_layers > 1024 || header.num_kv_heads < 1 || header.num_kv_heads > 256 ||
-      header.num_q_heads % header.num_kv_heads != 0 || header.head_dim < 1 || header.head_dim > 256 ||
-      header.dtype < 1 || header.dtype > 2)
-    return absl::DataLossError(absl::StrCat(path, ": impossible shape in the header: L ", header.num_layers, ", H ",
-                                            header.num_q_heads, ", Hk ", header.num_kv_heads, ", D ",
-                                            header.head_dim, ", dtype ", header.dtype));
+    return absl::DataLossError(
+        absl::StrCat(path, ": expected version ", kVersion, " with a header of ", kHeaderBytes,
+                     " bytes, got version ", header.version, " and ", header.header_bytes));
+  if (header.num_layers < 1 || header.num_layers > 1024 || header.num_kv_heads < 1 ||
+      header.num_kv_heads > 256 || header.num_q_heads % header.num_kv_heads != 0 ||
+      header.head_dim < 1 || header.head_dim > 256 || header.dtype < 1 || header.dtype > 2)
+    return absl::DataLossError(absl::StrCat(
+        path, ": impossible shape in the header: L ", header.num_layers, ", H ", header.num_q_heads,
+        ", Hk ", header.num_kv_heads, ", D ", header.head_dim, ", dtype ", header.dtype));
   return absl::OkStatus();
 }
 
@@ -88,7 +92,8 @@ absl::StatusOr<std::vector<uint8_t>> ReadFile(const std::string& path) {
 }
 
 absl::StatusOr<KvTrace::Layer> ReadPrompt(SectionReader& reader, const KvTrace& trace) {
-  const auto kv = static_cast<size_t>(trace.num_tokens) * static_cast<size_t>(trace.num_kv_heads * trace.head_dim);
+  const auto kv = static_cast<size_t>(trace.num_tokens) *
+                  static_cast<size_t>(trace.num_kv_heads * trace.head_dim);
   KvTrace::Layer layer;
   KVD_ASSIGN_OR_RETURN(layer.k, reader.Next<uint16_t>(kv, "prompt keys"));
   KVD_ASSIGN_OR_RETURN(layer.v, reader.Next<uint16_t>(kv, "prompt values"));
@@ -109,7 +114,8 @@ absl::Status ReadSteps(SectionReader& reader, const KvTrace& trace, KvTrace::Lay
 
 absl::StatusOr<KvTrace> KvTrace::Load(const std::string& path) {
   KVD_ASSIGN_OR_RETURN(const std::vector<uint8_t> bytes, ReadFile(path));
-  if (bytes.size() < kHeaderBytes) return absl::DataLossError(absl::StrCat(path, ": shorter than a header"));
+  if (bytes.size() < kHeaderBytes)
+    return absl::DataLossError(absl::StrCat(path, ": shorter than a header"));
   TraceHeader header;
   std::memcpy(&header, bytes.data(), sizeof(header));
   KVD_RETURN_IF_ERROR(CheckHeader(header, path));
@@ -130,7 +136,8 @@ absl::StatusOr<KvTrace> KvTrace::Load(const std::string& path) {
 
   SectionReader reader(bytes, path);
   KVD_ASSIGN_OR_RETURN(trace.layer_ids, reader.Next<uint32_t>(header.num_layers, "layer ids"));
-  KVD_ASSIGN_OR_RETURN(trace.prompt_tokens, reader.Next<uint32_t>(header.num_prompt_tokens, "prompt tokens"));
+  KVD_ASSIGN_OR_RETURN(trace.prompt_tokens,
+                       reader.Next<uint32_t>(header.num_prompt_tokens, "prompt tokens"));
   KVD_ASSIGN_OR_RETURN(trace.step_tokens, reader.Next<uint32_t>(header.num_steps, "step tokens"));
   for (int l = 0; l < trace.num_layers; ++l) {
     KVD_ASSIGN_OR_RETURN(Layer layer, ReadPrompt(reader, trace));
@@ -140,7 +147,8 @@ absl::StatusOr<KvTrace> KvTrace::Load(const std::string& path) {
   const size_t covered = reader.at();
   KVD_ASSIGN_OR_RETURN(const std::vector<uint64_t> checksum, reader.Next<uint64_t>(1, "checksum"));
   if (Checksum64(bytes.data(), covered) != checksum[0])
-    return absl::DataLossError(absl::StrCat(path, ": checksum does not match: the file is damaged, dump it again"));
+    return absl::DataLossError(
+        absl::StrCat(path, ": checksum does not match: the file is damaged, dump it again"));
   return trace;
 }
 

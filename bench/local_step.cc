@@ -209,25 +209,25 @@ void LocalStep::Select(int layer, const uint16_t* query, cudaStream_t stream) {
   score.lse_stride = m.lse_stride;
   score.lse = m.lse.data();
   const SelectArgs select = {.num_sequences = options_.max_sequences,
-                       .num_kv_heads = shape_.num_heads(),
-                       .group = g.group(),
-                       .rule = options_.step.rule,
-                       .n_sink = options_.step.n_sink,
-                       .n_win = options_.step.n_win,
-                       .num_select = options_.step.budget,
-                       .lse = m.lse.data(),
-                       .lse_stride = m.lse_stride,
-                       .num_pages = m.num_pages.data(),
-                       .selectable = nullptr,
-                       .max_candidates = 0,
-                       .candidates = nullptr,
-                       .num_candidates = nullptr,
-                       .pages = m.selected.data() + FirstList(layer) * Budget(),
-                       .num_selected = m.num_selected.data() + FirstList(layer),
-                       .threshold = m.threshold.data(),
-                       .log_norm = m.log_norm.data(),
-                       .num_faults = nullptr,
-                       .scratch = m.select_scratch.data()};
+                             .num_kv_heads = shape_.num_heads(),
+                             .group = g.group(),
+                             .rule = options_.step.rule,
+                             .n_sink = options_.step.n_sink,
+                             .n_win = options_.step.n_win,
+                             .num_select = options_.step.budget,
+                             .lse = m.lse.data(),
+                             .lse_stride = m.lse_stride,
+                             .num_pages = m.num_pages.data(),
+                             .selectable = nullptr,
+                             .max_candidates = 0,
+                             .candidates = nullptr,
+                             .num_candidates = nullptr,
+                             .pages = m.selected.data() + FirstList(layer) * Budget(),
+                             .num_selected = m.num_selected.data() + FirstList(layer),
+                             .threshold = m.threshold.data(),
+                             .log_norm = m.log_norm.data(),
+                             .num_faults = nullptr,
+                             .scratch = m.select_scratch.data()};
   const CandidateLists lists = {.max_chosen = m.chosen_per_row,
                                 .out = {.max_candidates = m.candidates_per_row,
                                         .candidates = m.candidates.data(),
@@ -243,17 +243,16 @@ absl::Status LocalStep::Run(int layer, const BatchInput& input, const BatchOutpu
   AttendArgs attend = AttendArgsOf(shape_, options_.max_sequences, input.q);
   attend.o = output.o;
   attend.lse = output.lse;
-  KVD_CUDA_OK(
-      LaunchAttendPages({.attend = attend,
-                         .layer = layer,
-                         .num_layers = shape_.num_layers(),
-                         .rows = m.rows.data(),
-                         .k = input.k,
-                         .v = input.v,
-                         .max_selected = options_.step.budget,
-                         .selected = m.selected.data() + FirstList(layer) * Budget(),
-                         .num_selected = m.num_selected.data() + FirstList(layer)},
-                        stream));
+  KVD_CUDA_OK(LaunchAttendPages({.attend = attend,
+                                 .layer = layer,
+                                 .num_layers = shape_.num_layers(),
+                                 .rows = m.rows.data(),
+                                 .k = input.k,
+                                 .v = input.v,
+                                 .max_selected = options_.step.budget,
+                                 .selected = m.selected.data() + FirstList(layer) * Budget(),
+                                 .num_selected = m.num_selected.data() + FirstList(layer)},
+                                stream));
   return absl::OkStatus();
 }
 
@@ -283,8 +282,8 @@ std::string LocalStep::CheckSelection(int row, int head) const {
   std::vector<float> lse(pages);
   for (int h = head * group; h < (head + 1) * group; ++h) {
     const auto at = static_cast<size_t>(row * shape_.num_q_heads() + h) * stride;
-    KVD_CUDA_OK(cudaMemcpy(lse.data(), m.lse.data() + at, pages * sizeof(float),
-                           cudaMemcpyDeviceToHost));
+    KVD_CUDA_OK(
+        cudaMemcpy(lse.data(), m.lse.data() + at, pages * sizeof(float), cudaMemcpyDeviceToHost));
     const double max = *std::max_element(lse.begin(), lse.end());
     double sum = 0;
     for (const float x : lse) sum += std::exp(x - max);
@@ -338,8 +337,8 @@ std::string LocalStep::Check(int row, int layer, int head, const std::vector<uin
     if (page < num_pages_ && unit != expected)
       return absl::StrCat("page ", page, ", layer ", layer, ", head ", head,
                           ": other bytes than the host makes");
-    const int64_t num_tokens = std::min<int64_t>(
-        g.page_tokens, sequence.num_tokens + 1 - int64_t{page} * g.page_tokens);
+    const int64_t num_tokens =
+        std::min<int64_t>(g.page_tokens, sequence.num_tokens + 1 - int64_t{page} * g.page_tokens);
     const auto n = static_cast<std::ptrdiff_t>(static_cast<size_t>(num_tokens) * dim);
     const auto v = static_cast<std::ptrdiff_t>(tokens * dim);
     keys.insert(keys.end(), unit.begin(), unit.begin() + n);

@@ -1,9 +1,9 @@
 // How much attention each way of choosing pages keeps, on a KV trace of a real model.
 //
 // usage: mass_bench --trace FILE [--metric FILE] [--foreign FILE,...] [--json FILE]
-// For each budget of attended tokens and each arm: mass and selectable recall, their ratio to the oracle's,
-// the worst layer's ratio, and the output error. With --foreign the pages of other texts are added as
-// distractors, and the progressive scan's recall is compared with the full one's.
+// For each budget of attended tokens and each arm: mass and selectable recall, their ratio to the
+// oracle's, the worst layer's ratio, and the output error. With --foreign the pages of other texts
+// are added as distractors, and the progressive scan's recall is compared with the full one's.
 
 #include <algorithm>
 #include <cstdio>
@@ -21,11 +21,14 @@
 #include "kernels/query_metric.h"
 
 ABSL_FLAG(std::string, trace, "", "KV trace (bench/trace/dump_trace.py trace), or \"synthetic\"");
-ABSL_FLAG(std::string, metric, "", "query metric; without it the E1S arms are left out, and that is said");
-ABSL_FLAG(std::string, foreign, "", "comma-separated traces of other texts, whose pages are added as distractors");
+ABSL_FLAG(std::string, metric, "",
+          "query metric; without it the E1S arms are left out, and that is said");
+ABSL_FLAG(std::string, foreign, "",
+          "comma-separated traces of other texts, whose pages are added as distractors");
 ABSL_FLAG(int, page_tokens, 16, "tokens a page: 16 or 32");
 ABSL_FLAG(int, step_stride, 1, "use every n-th decode step");
-ABSL_FLAG(int, min_candidates, 512, "floor of the progressive scan's candidates (C = max(16 K, floor))");
+ABSL_FLAG(int, min_candidates, 512,
+          "floor of the progressive scan's candidates (C = max(16 K, floor))");
 ABSL_FLAG(std::string, json, "", "write the figures to this file");
 
 namespace kvd::bench {
@@ -33,7 +36,8 @@ namespace {
 
 constexpr AlwaysKept kKept;
 
-void RunStream(const Stream& stream, const float* metric, int layer, bool ablations, RecallTable* table) {
+void RunStream(const Stream& stream, const float* metric, int layer, bool ablations,
+               RecallTable* table) {
   std::vector<Arm> arms = BaselineArms(stream, kKept);
   for (Arm& arm : LocksArms(stream, metric, kKept, absl::GetFlag(FLAGS_min_candidates), ablations))
     arms.push_back(std::move(arm));
@@ -42,7 +46,8 @@ void RunStream(const Stream& stream, const float* metric, int layer, bool ablati
     for (const Arm& arm : arms) {
       for (const int budget : kBudgets) {
         const int k = SelectedPages(budget, stream.page_tokens, kKept);
-        table->Add(arm.name, budget, layer, Evaluate(stream, step, truth, arm.select(step, truth, k), kKept));
+        table->Add(arm.name, budget, layer,
+                   Evaluate(stream, step, truth, arm.select(step, truth, k), kKept));
       }
     }
   }
@@ -52,11 +57,12 @@ void RunStream(const Stream& stream, const float* metric, int layer, bool ablati
 void AddProgressiveFigures(const RecallTable& table, const std::string& prefix, Report* report) {
   if (!table.Has("locks-E1S-progressive", kBudgets[0])) return;
   for (const int budget : kBudgets) {
-    const RecallTable::Row full = table.Get("locks-E1S", budget), part = table.Get("locks-E1S-progressive", budget);
-    report->Add({absl::StrCat(prefix, "progressive_over_full/b", budget, "/selectable"), part.selectable, "share",
-                 full.selectable, part.selectable / full.selectable});
-    std::printf("progressive over full scan, b %d: mass %.4f, selectable %.4f\n", budget, part.mass / full.mass,
-                part.selectable / full.selectable);
+    const RecallTable::Row full = table.Get("locks-E1S", budget),
+                           part = table.Get("locks-E1S-progressive", budget);
+    report->Add({absl::StrCat(prefix, "progressive_over_full/b", budget, "/selectable"),
+                 part.selectable, "share", full.selectable, part.selectable / full.selectable});
+    std::printf("progressive over full scan, b %d: mass %.4f, selectable %.4f\n", budget,
+                part.mass / full.mass, part.selectable / full.selectable);
   }
 }
 
@@ -74,14 +80,15 @@ int Main() {
     auto other = KvTrace::Load(std::string(path));
     if (!other.ok()) return Fail(std::string(other.status().message()));
     if (other->layer_ids != trace->layer_ids || other->head_dim != trace->head_dim)
-      return Fail(absl::StrCat("--foreign ", std::string(path), ": other layers or head dim than the trace"));
+      return Fail(absl::StrCat("--foreign ", std::string(path),
+                               ": other layers or head dim than the trace"));
     foreign.push_back(*std::move(other));
   }
   QueryMetric metric;
   if (absl::GetFlag(FLAGS_metric).empty()) {
     std::printf("no --metric: the E1S arms are left out\n");
-  } else if (const std::string problem =
-                 QueryMetric::Load(absl::GetFlag(FLAGS_metric), trace->geometry(page_tokens, 8), &metric);
+  } else if (const std::string problem = QueryMetric::Load(
+                 absl::GetFlag(FLAGS_metric), trace->geometry(page_tokens, 8), &metric);
              !problem.empty()) {
     return Fail(problem);
   }
@@ -91,12 +98,14 @@ int Main() {
     for (int head = 0; head < trace->num_kv_heads; ++head) {
       const Stream stream = Stream::Make(*trace, layer, head, page_tokens, foreign);
       if (layer == 0 && head == 0)
-        std::printf("%s, text %s: %d layers, Hk %d, G %d, D %d, %d pages, %d steps\n", trace->model.c_str(),
-                    trace->text.c_str(), trace->num_layers, trace->num_kv_heads, trace->group(), trace->head_dim,
-                    stream.prompt_pages, stream.num_steps);
-      RunStream(stream, metric.empty() ? nullptr : metric.at(layer, head), layer, foreign.empty(), &table);
-      std::fprintf(stderr, "\rmass_bench: layer %d of %d, head %d of %d", layer + 1, trace->num_layers, head + 1,
-                   trace->num_kv_heads);
+        std::printf("%s, text %s: %d layers, Hk %d, G %d, D %d, %d pages, %d steps\n",
+                    trace->model.c_str(), trace->text.c_str(), trace->num_layers,
+                    trace->num_kv_heads, trace->group(), trace->head_dim, stream.prompt_pages,
+                    stream.num_steps);
+      RunStream(stream, metric.empty() ? nullptr : metric.at(layer, head), layer, foreign.empty(),
+                &table);
+      std::fprintf(stderr, "\rmass_bench: layer %d of %d, head %d of %d", layer + 1,
+                   trace->num_layers, head + 1, trace->num_kv_heads);
     }
   }
   std::fprintf(stderr, "\n");
@@ -115,7 +124,8 @@ int Main() {
 }  // namespace kvd::bench
 
 int main(int argc, char** argv) {
-  absl::SetProgramUsageMessage("mass_bench --trace FILE [--metric FILE] [--foreign FILE,...] [--json FILE]");
+  absl::SetProgramUsageMessage(
+      "mass_bench --trace FILE [--metric FILE] [--foreign FILE,...] [--json FILE]");
   absl::ParseCommandLine(argc, argv);
   return kvd::bench::Main();
 }

@@ -19,7 +19,8 @@ struct PlotSeries {
 };
 
 // Budgets on a logarithmic axis, recall from the lowest value (rounded down to a tenth) to 1.
-absl::Status WriteRecallPlot(const std::string& path, const std::string& title, const std::vector<PlotSeries>& series);
+absl::Status WriteRecallPlot(const std::string& path, const std::string& title,
+                             const std::vector<PlotSeries>& series);
 
 }  // namespace kvd::bench
 

@@ -1,10 +1,14 @@
-// A pool of daemon processes on this host: what more daemons bring, what a drain costs, what a flood takes from others.
+// A pool of daemon processes on this host: what more daemons bring, what a drain costs, what a
+// flood takes from others.
 //
 // usage: pool_bench [--mib=128] [--repetitions=N] [--json=FILE]
-//   fetch    whole sequences over ucx from 1, 2 and 4 daemons; every byte is compared. Beside it: one daemon in the same run. On
-//            one host all processes share its cores, so this bounds what the library adds, not what hosts bring.
-//   drain    SIGTERM of one of two daemons until it has ended: its pages are then at the other, every one compared
-//   flood    one tenant's fetches (median and p99) alone and while another tenant keeps 4 clients fetching
+//   fetch    whole sequences over ucx from 1, 2 and 4 daemons; every byte is compared. Beside it:
+//            one daemon in the same run. On one host all processes share its cores, so this bounds
+//            what the library adds, not what hosts bring.
+//   drain    SIGTERM of one of two daemons until it has ended: its pages are then at the other,
+//            every one compared
+//   flood    one tenant's fetches (median and p99) alone and while another tenant keeps 4 clients
+//            fetching
 
 #include <algorithm>
 #include <atomic>
@@ -71,13 +75,15 @@ class BenchPool {
     }
     std::string list;
     for (size_t d = 0; d < daemons.size(); ++d) {
-      absl::StrAppend(&list, "members { name: \"d", d, "\" address: \"", daemons[d]->address(), "\" }\n");
+      absl::StrAppend(&list, "members { name: \"d", d, "\" address: \"", daemons[d]->address(),
+                      "\" }\n");
     }
     std::ofstream(members_.path() + "/members") << list;
     quiet = Connect("quiet");
     const KvGeometry g = BenchGeometry();
     const size_t page_bytes = quiet->shape().units_per_page() * quiet->shape().unit_bytes();
-    num_pages = std::max(1, static_cast<int>((size_t(absl::GetFlag(FLAGS_mib)) << 20) / page_bytes));
+    num_pages =
+        std::max(1, static_cast<int>((size_t(absl::GetFlag(FLAGS_mib)) << 20) / page_bytes));
     std::vector<uint32_t> tokens(static_cast<size_t>(num_pages * g.page_tokens));
     std::iota(tokens.begin(), tokens.end(), 0u);
     keys = quiet->PageKeys(tokens);
@@ -115,7 +121,8 @@ class BenchPool {
       value = static_cast<uint16_t>(0x3F00u | (seed & 0x80FFu));
     }
     const auto* bytes = reinterpret_cast<const uint8_t*>(cache.data());
-    const EngineKv layer = {bytes, bytes, static_cast<int64_t>(tokens * row), static_cast<int64_t>(row)};
+    const EngineKv layer = {bytes, bytes, static_cast<int64_t>(tokens * row),
+                            static_cast<int64_t>(row)};
     const std::vector<EngineKv> layers(static_cast<size_t>(g.num_layers), layer);
     const auto report = client.Put({.keys = keys, .num_pages = num_pages, .layers = layers});
     KVD_CHECK(report.ok() && report->num_failed == 0);
@@ -126,7 +133,8 @@ class BenchPool {
     const absl::Time start = absl::Now();
     const auto fetched = client.FetchPages(keys);
     const double seconds = SecondsSince(start);
-    report->Check("every byte", fetched.ok() && fetched->units == expected, "a fetch failed or differs");
+    report->Check("every byte", fetched.ok() && fetched->units == expected,
+                  "a fetch failed or differs");
     return seconds;
   }
 
@@ -141,7 +149,8 @@ class BenchPool {
 double BenchFetch(int num_daemons, double of_one, Report* report) {
   const BenchPool pool(num_daemons);
   std::vector<double> seconds;
-  for (int i = 0; i < absl::GetFlag(FLAGS_repetitions); ++i) seconds.push_back(pool.Fetch(*pool.quiet, report));
+  for (int i = 0; i < absl::GetFlag(FLAGS_repetitions); ++i)
+    seconds.push_back(pool.Fetch(*pool.quiet, report));
   const double rate = static_cast<double>(pool.expected.size()) / Median(seconds) * 1e-6;
   report->Add({absl::StrCat("pool/fetch/ucx/", num_daemons, "_daemons"), rate, "MB/s", of_one,
                of_one > 0 ? rate / of_one : 0});
@@ -162,8 +171,10 @@ void BenchDrain(Report* report) {
   report->Check("drain_moved", at != std::string::npos, log);
   const double pages = at == std::string::npos ? 0 : std::atof(log.c_str() + at + 31);
   const SlotLayout slot = MakeSlotLayout(BenchGeometry());
-  report->Add({"pool/drain", pages * static_cast<double>(slot.slot_bytes() + slot.summary_bytes()) / seconds * 1e-6,
-               "MB/s", 0, 0});
+  report->Add(
+      {"pool/drain",
+       pages * static_cast<double>(slot.slot_bytes() + slot.summary_bytes()) / seconds * 1e-6,
+       "MB/s", 0, 0});
 }
 
 void BenchFlood(Report* report) {

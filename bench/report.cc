@@ -39,19 +39,22 @@ std::string Machine() {
       model = line.substr(line.find(": ") + 2);
     if (absl::StartsWith(line, "flags") && absl::StrContains(line, "avx512bw")) avx512 = true;
   }
-  return absl::StrCat(model, ", ", std::thread::hardware_concurrency(), " cores", avx512 ? ", AVX-512" : "");
+  return absl::StrCat(model, ", ", std::thread::hardware_concurrency(), " cores",
+                      avx512 ? ", AVX-512" : "");
 }
 
 std::string Commit() {
   std::string commit = FirstLineOf("git rev-parse --short=12 HEAD 2>/dev/null");
   if (commit.empty()) return "unknown";
-  const bool changed = !FirstLineOf("git status --porcelain --untracked-files=no 2>/dev/null").empty();
+  const bool changed =
+      !FirstLineOf("git status --porcelain --untracked-files=no 2>/dev/null").empty();
   return absl::StrCat(commit, changed ? "+" : "");
 }
 
 }  // namespace
 
-Report::Report(std::string bench) : bench_(std::move(bench)), commit_(Commit()), machine_(Machine()) {}
+Report::Report(std::string bench)
+    : bench_(std::move(bench)), commit_(Commit()), machine_(Machine()) {}
 
 void Report::Check(const std::string& name, bool ok, const std::string& detail) {
   if (!ok) std::printf("CHECK FAILED: %s: %s\n", name.c_str(), detail.c_str());
@@ -66,12 +69,14 @@ void Report::PrintTable() const {
   std::printf("%s  commit %s  machine %s\n", bench_.c_str(), commit_.c_str(), machine_.c_str());
   std::printf("%-56s %14s %-8s %14s %8s\n", "figure", "value", "unit", "limit", "ratio");
   for (const Figure& f : figures_)
-    std::printf("%-56s %14.4g %-8s %14.4g %8.3f\n", f.name.c_str(), f.value, f.unit.c_str(), f.limit, f.ratio);
+    std::printf("%-56s %14.4g %-8s %14.4g %8.3f\n", f.name.c_str(), f.value, f.unit.c_str(),
+                f.limit, f.ratio);
 }
 
 int Report::Finish(const std::string& json) const {
   PrintTable();
-  if (const absl::Status written = json.empty() ? absl::OkStatus() : WriteJson(json); !written.ok()) {
+  if (const absl::Status written = json.empty() ? absl::OkStatus() : WriteJson(json);
+      !written.ok()) {
     std::fprintf(stderr, "%s: %s\n", bench_.c_str(), written.ToString().c_str());
     return 1;
   }

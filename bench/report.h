@@ -24,11 +24,13 @@ struct Figure {
 
 class Report {
  public:
-  // `bench` names the program. Reads the machine from /proc/cpuinfo; the commit from `git rev-parse` in the
-  // current directory ("unknown" outside a checkout), with "+" appended if the tree has changes.
+  // `bench` names the program. Reads the machine from /proc/cpuinfo; the commit from `git
+  // rev-parse` in the current directory ("unknown" outside a checkout), with "+" appended if the
+  // tree has changes.
   explicit Report(std::string bench);
 
-  // For a program that runs outside its checkout, or whose figures are another device's than the CPU's.
+  // For a program that runs outside its checkout, or whose figures are another device's than the
+  // CPU's.
   void SetCommit(std::string commit) { commit_ = std::move(commit); }
   void SetMachine(std::string machine) { machine_ = std::move(machine); }
 
@@ -38,9 +40,11 @@ class Report {
   bool all_ok() const;
 
   void PrintTable() const;
-  // What a benchmark ends with: prints the table, writes it to `json` unless that is empty, and returns the exit status.
+  // What a benchmark ends with: prints the table, writes it to `json` unless that is empty, and
+  // returns the exit status.
   int Finish(const std::string& json) const;
-  // Writes {bench, commit, machine, date, figures: [...], checks: [...]} to `path`, whole and at once.
+  // Writes {bench, commit, machine, date, figures: [...], checks: [...]} to `path`, whole and at
+  // once.
   absl::Status WriteJson(const std::string& path) const;
 
  private:

@@ -23,12 +23,15 @@ std::vector<float> KeyRows(const Stream& stream, int page) {
   return keys;
 }
 
-int TotalPages(const Stream& stream) { return static_cast<int>(stream.units.size() / stream.unit_bytes()); }
+int TotalPages(const Stream& stream) {
+  return static_cast<int>(stream.units.size() / stream.unit_bytes());
+}
 
 // Scores a page by a linear form or an envelope of its keys.
 class EnvelopeScorer final : public PageScorer {
  public:
-  EnvelopeScorer(const Stream& stream, bool envelope) : envelope_(envelope), dim_(static_cast<size_t>(stream.head_dim)) {
+  EnvelopeScorer(const Stream& stream, bool envelope)
+      : envelope_(envelope), dim_(static_cast<size_t>(stream.head_dim)) {
     for (int p = 0; p < TotalPages(stream); ++p) AddPage(KeyRows(stream, p));
   }
 
@@ -38,7 +41,8 @@ class EnvelopeScorer final : public PageScorer {
     std::vector<float> out(group * pages);
     for (size_t g = 0; g < group; ++g) {
       float q[256];
-      for (size_t d = 0; d < dim_; ++d) q[d] = FromKv(stream.dtype, stream.step_query(step)[g * dim_ + d]);
+      for (size_t d = 0; d < dim_; ++d)
+        q[d] = FromKv(stream.dtype, stream.step_query(step)[g * dim_ + d]);
       for (size_t p = 0; p < pages; ++p) out[g * pages + p] = ScorePage(stream, q, p);
     }
     return out;
@@ -92,7 +96,8 @@ std::vector<double> Normalise(std::span<const float> score, Combine combine) {
     for (const double x : out) sum += std::exp(x - peak);
     for (double& x : out) x = std::exp(x - peak) / sum;
   } else if (combine == Combine::kZ) {
-    const double mean = std::accumulate(out.begin(), out.end(), 0.0) / static_cast<double>(out.size());
+    const double mean =
+        std::accumulate(out.begin(), out.end(), 0.0) / static_cast<double>(out.size());
     double variance = 0;
     for (const double x : out) variance += (x - mean) * (x - mean);
     const double deviation = std::sqrt(variance / static_cast<double>(out.size()));
@@ -105,11 +110,13 @@ std::vector<double> Normalise(std::span<const float> score, Combine combine) {
 
 std::vector<int32_t> TopPages(std::span<const float> score, int num_select, AlwaysKept kept) {
   std::vector<int32_t> pages;
-  for (int p = kept.n_sink; p < static_cast<int>(score.size()) - kept.n_win; ++p) pages.push_back(p);
+  for (int p = kept.n_sink; p < static_cast<int>(score.size()) - kept.n_win; ++p)
+    pages.push_back(p);
   const auto take = std::min(pages.size(), static_cast<size_t>(std::max(0, num_select)));
   std::partial_sort(pages.begin(), pages.begin() + static_cast<std::ptrdiff_t>(take), pages.end(),
                     [&](int32_t a, int32_t b) {
-                      const float x = score[static_cast<size_t>(a)], y = score[static_cast<size_t>(b)];
+                      const float x = score[static_cast<size_t>(a)],
+                                  y = score[static_cast<size_t>(b)];
                       return x != y ? x > y : a < b;
                     });
   pages.resize(take);
@@ -117,13 +124,15 @@ std::vector<int32_t> TopPages(std::span<const float> score, int num_select, Alwa
   return pages;
 }
 
-std::unique_ptr<PageScorer> MakeQuest(const Stream& stream) { return std::make_unique<EnvelopeScorer>(stream, true); }
+std::unique_ptr<PageScorer> MakeQuest(const Stream& stream) {
+  return std::make_unique<EnvelopeScorer>(stream, true);
+}
 std::unique_ptr<PageScorer> MakeCentroid(const Stream& stream) {
   return std::make_unique<EnvelopeScorer>(stream, false);
 }
 
-std::vector<int32_t> SelectByScore(std::span<const float> score, int group, Combine combine, int num_select,
-                                   AlwaysKept kept) {
+std::vector<int32_t> SelectByScore(std::span<const float> score, int group, Combine combine,
+                                   int num_select, AlwaysKept kept) {
   const size_t pages = score.size() / static_cast<size_t>(group);
   std::vector<float> total(pages, combine == Combine::kMax ? kNegInf : 0);
   for (size_t g = 0; g < static_cast<size_t>(group); ++g) {
@@ -137,14 +146,17 @@ std::vector<int32_t> SelectByScore(std::span<const float> score, int group, Comb
 }
 
 LocksSelector::LocksSelector(const Stream& stream, const LocksOptions& options, const float* metric)
-    : options_(options), layout_(MakeSummaryLayout(stream.head_dim, stream.page_tokens, options.rank)) {
+    : options_(options),
+      layout_(MakeSummaryLayout(stream.head_dim, stream.page_tokens, options.rank)) {
   const auto pages = static_cast<size_t>(TotalPages(stream));
   coarse_.resize(pages * layout_.coarse_bytes);
   fine_.resize(pages * layout_.fine_bytes);
   for (size_t p = 0; p < pages; ++p) {
-    ref::Summarize({stream.head_dim, stream.page_tokens, options.rank, stream.dtype, options.rotated, options.encoder,
-                    stream.unit(static_cast<int>(p)), options.encoder == Encoder::kE1S ? metric : nullptr,
-                    coarse_.data() + p * layout_.coarse_bytes, fine_.data() + p * layout_.fine_bytes});
+    ref::Summarize({stream.head_dim, stream.page_tokens, options.rank, stream.dtype,
+                    options.rotated, options.encoder, stream.unit(static_cast<int>(p)),
+                    options.encoder == Encoder::kE1S ? metric : nullptr,
+                    coarse_.data() + p * layout_.coarse_bytes,
+                    fine_.data() + p * layout_.fine_bytes});
   }
 }
 
@@ -160,32 +172,50 @@ struct ScoreCall {
   std::vector<float> lse;
   ScoreArgs args = {};
 
-  ScoreCall(const Stream& stream, int step, const LocksOptions& options, const uint8_t* coarse_records,
-            const uint8_t* fine_records)
-      : query(static_cast<size_t>(stream.group * stream.head_dim)), coarse(coarse_records), fine(fine_records),
-        capacity(TotalPages(stream)), num_pages(stream.num_pages(step)),
+  ScoreCall(const Stream& stream, int step, const LocksOptions& options,
+            const uint8_t* coarse_records, const uint8_t* fine_records)
+      : query(static_cast<size_t>(stream.group * stream.head_dim)),
+        coarse(coarse_records),
+        fine(fine_records),
+        capacity(TotalPages(stream)),
+        num_pages(stream.num_pages(step)),
         lse(static_cast<size_t>(stream.group) * static_cast<size_t>(num_pages)) {
     if (options.rotated) {
-      RotateQuery(stream.step_query(step), stream.group, stream.head_dim, stream.dtype, query.data());
+      RotateQuery(stream.step_query(step), stream.group, stream.head_dim, stream.dtype,
+                  query.data());
     } else {
       std::copy_n(stream.step_query(step), query.size(), query.begin());
     }
-    args = {1, 1, stream.group, stream.head_dim, stream.page_tokens, options.rank, stream.dtype,
-            stream.softmax_scale, stream.logit_softcap, query.data(), &coarse, &fine, &capacity, &num_pages,
-            num_pages, lse.data()};
+    args = {1,
+            1,
+            stream.group,
+            stream.head_dim,
+            stream.page_tokens,
+            options.rank,
+            stream.dtype,
+            stream.softmax_scale,
+            stream.logit_softcap,
+            query.data(),
+            &coarse,
+            &fine,
+            &capacity,
+            &num_pages,
+            num_pages,
+            lse.data()};
   }
   ScoreCall(const ScoreCall&) = delete;
   ScoreCall& operator=(const ScoreCall&) = delete;
 };
 
-std::vector<int32_t> SelectPages(const ScoreCall& call, int group, CombineRule rule, int num_select, AlwaysKept kept,
-                                 const std::vector<int32_t>* candidates) {
+std::vector<int32_t> SelectPages(const ScoreCall& call, int group, CombineRule rule, int num_select,
+                                 AlwaysKept kept, const std::vector<int32_t>* candidates) {
   std::vector<int32_t> pages(static_cast<size_t>(num_select));
   std::vector<float> log_norm(static_cast<size_t>(group));
   int32_t num_selected = 0;
   float threshold = 0;
   std::vector<uint8_t> scratch(SelectScratchBytes(call.num_pages) + 64);
-  auto* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+  auto* aligned =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
   const int32_t num_candidates = candidates ? static_cast<int32_t>(candidates->size()) : 0;
   SelectArgs args = {};
   args.num_sequences = 1;
@@ -213,21 +243,25 @@ std::vector<int32_t> SelectPages(const ScoreCall& call, int group, CombineRule r
 
 }  // namespace
 
-std::vector<int32_t> LocksSelector::SelectFull(const Stream& stream, int step, int num_select, AlwaysKept kept) const {
+std::vector<int32_t> LocksSelector::SelectFull(const Stream& stream, int step, int num_select,
+                                               AlwaysKept kept) const {
   ScoreCall call(stream, step, options_, coarse_.data(), fine_.data());
   ref::ScoreFull(call.args);
   return SelectPages(call, stream.group, options_.rule, num_select, kept, nullptr);
 }
 
-std::vector<int32_t> LocksSelector::SelectProgressive(const Stream& stream, int step, int num_select,
-                                                      int num_candidates, AlwaysKept kept) const {
+std::vector<int32_t> LocksSelector::SelectProgressive(const Stream& stream, int step,
+                                                      int num_select, int num_candidates,
+                                                      AlwaysKept kept) const {
   ScoreCall call(stream, step, options_, coarse_.data(), fine_.data());
   ref::ScoreCoarse(call.args);
-  std::vector<int32_t> candidates = SelectPages(call, stream.group, options_.rule, num_candidates, kept, nullptr);
+  std::vector<int32_t> candidates =
+      SelectPages(call, stream.group, options_.rule, num_candidates, kept, nullptr);
   // The always-kept pages are refined too: their estimates are part of Z.
   std::vector<int32_t> refined = candidates;
   for (int p = 0; p < std::min<int>(kept.n_sink, call.num_pages); ++p) refined.push_back(p);
-  for (int p = std::max<int>(kept.n_sink, call.num_pages - kept.n_win); p < call.num_pages; ++p) refined.push_back(p);
+  for (int p = std::max<int>(kept.n_sink, call.num_pages - kept.n_win); p < call.num_pages; ++p)
+    refined.push_back(p);
   std::sort(refined.begin(), refined.end());
   const auto count = static_cast<int32_t>(refined.size());
   ref::ScoreRefine({call.args, count, refined.data(), &count});

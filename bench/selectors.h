@@ -1,8 +1,8 @@
-// Ways to choose pages that LOCKS is compared with, in one frame: same pages, same always-kept set, same
-// budget, same attention; only the score of a page differs.
+// Ways to choose pages that LOCKS is compared with, in one frame: same pages, same always-kept set,
+// same budget, same attention; only the score of a page differs.
 //
-// Sources: Quest (arXiv 2406.10774), elementwise min and max of a page's keys; the mean centroid; LOCKS
-// (arXiv 2607.24555) through kernels/. Formulas only, the code is ours.
+// Sources: Quest (arXiv 2406.10774), elementwise min and max of a page's keys; the mean centroid;
+// LOCKS (arXiv 2607.24555) through kernels/. Formulas only, the code is ours.
 // Thread safety: immutable after construction; Score is const.
 
 #ifndef LOCKS_KVD_BENCH_SELECTORS_H_
@@ -21,7 +21,8 @@
 
 namespace kvd::bench {
 
-// The K pages of the largest score among those that are not always kept, ascending; ties to the lowest.
+// The K pages of the largest score among those that are not always kept, ascending; ties to the
+// lowest.
 std::vector<int32_t> TopPages(std::span<const float> score, int num_select, AlwaysKept kept);
 
 // How the scores of a group's heads become one.
@@ -37,8 +38,8 @@ class PageScorer {
 std::unique_ptr<PageScorer> MakeQuest(const Stream& stream);
 std::unique_ptr<PageScorer> MakeCentroid(const Stream& stream);
 
-std::vector<int32_t> SelectByScore(std::span<const float> score, int group, Combine combine, int num_select,
-                                   AlwaysKept kept);
+std::vector<int32_t> SelectByScore(std::span<const float> score, int group, Combine combine,
+                                   int num_select, AlwaysKept kept);
 
 // LOCKS through the product's own kernels.
 struct LocksOptions {
@@ -54,10 +55,11 @@ class LocksSelector {
   LocksSelector(const Stream& stream, const LocksOptions& options, const float* metric);
 
   // Full scan.
-  std::vector<int32_t> SelectFull(const Stream& stream, int step, int num_select, AlwaysKept kept) const;
+  std::vector<int32_t> SelectFull(const Stream& stream, int step, int num_select,
+                                  AlwaysKept kept) const;
   // Progressive scan with `num_candidates` candidates.
-  std::vector<int32_t> SelectProgressive(const Stream& stream, int step, int num_select, int num_candidates,
-                                         AlwaysKept kept) const;
+  std::vector<int32_t> SelectProgressive(const Stream& stream, int step, int num_select,
+                                         int num_candidates, AlwaysKept kept) const;
   // Root mean square of (estimate - exact) page lse, the mean taken off, over the group.
   double LseRms(const Stream& stream, int step, const Truth& truth) const;
 

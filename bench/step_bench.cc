@@ -1,10 +1,12 @@
-// The whole attention step of one layer with all KV in the GPU's own memory: score, select, append, attend 2,048 tokens,
-// by either scan of the records. What dense attention over the same tokens and the LOCKS authors' step
-// (bench/peers) are compared with.
+// The whole attention step of one layer with all KV in the GPU's own memory: score, select, append,
+// attend 2,048 tokens, by either scan of the records. What dense attention over the same tokens and
+// the LOCKS authors' step (bench/peers) are compared with.
 //
 // usage: step_bench [--only=REGEX] [--json=FILE] [--commit=HASH]
-// A figure is microseconds of a layer in a CUDA graph of 32; a few layers' records take turns, more than the L2 holds.
-// Checked: sampled heads of every case equal attention in double precision over the very units that were read.
+// A figure is microseconds of a layer in a CUDA graph of 32; a few layers' records take turns, more
+// than the L2 holds.
+// Checked: sampled heads of every case equal attention in double precision over the very units that
+// were read.
 
 #include <cuda_runtime_api.h>
 
@@ -34,7 +36,8 @@ namespace {
 
 using testing::DeviceArray;
 
-constexpr int kPageTokens = 16, kHeadDim = 128, kQueryHeads = 32, kBudget = 125, kLayersOfGraph = 32;
+constexpr int kPageTokens = 16, kHeadDim = 128, kQueryHeads = 32, kBudget = 125,
+              kLayersOfGraph = 32;
 constexpr size_t kPastL2 = size_t{1} << 30;  // bytes of records of the layers that take turns
 
 struct Case {
@@ -44,14 +47,15 @@ struct Case {
   int thousand_tokens;
   std::string name() const {
     const bool millions = thousand_tokens % 1024 == 0;
-    return absl::StrCat(shape, " ", batch, " x ", millions ? thousand_tokens / 1024 : thousand_tokens,
-                        millions ? "M" : "K");
+    return absl::StrCat(shape, " ", batch, " x ",
+                        millions ? thousand_tokens / 1024 : thousand_tokens, millions ? "M" : "K");
   }
 };
 
 std::vector<Case> Cases() {
-  return {{"llama", 8, 1, 16},  {"llama", 8, 1, 32},   {"llama", 8, 1, 128},  {"llama", 8, 1, 256}, {"llama", 8, 1, 1024},
-          {"llama", 8, 1, 4096}, {"llama", 8, 8, 32},   {"llama", 8, 8, 128},  {"hk4", 4, 1, 128},   {"hk4", 4, 1, 1024}};
+  return {{"llama", 8, 1, 16},   {"llama", 8, 1, 32},   {"llama", 8, 1, 128}, {"llama", 8, 1, 256},
+          {"llama", 8, 1, 1024}, {"llama", 8, 1, 4096}, {"llama", 8, 8, 32},  {"llama", 8, 8, 128},
+          {"hk4", 4, 1, 128},    {"hk4", 4, 1, 1024}};
 }
 
 KvGeometry GeometryOf(const Case& c) {
@@ -66,8 +70,9 @@ KvGeometry GeometryOf(const Case& c) {
                          .rotated = true,
                          .softmax_scale = 0.088388f,
                          .logit_softcap = 0};
-  const size_t records = static_cast<size_t>(c.batch) * static_cast<size_t>(c.thousand_tokens) * 1024 / kPageTokens *
-                         static_cast<size_t>(c.kv_heads) * MakeSummaryLayout(geometry).record_bytes();
+  const size_t records = static_cast<size_t>(c.batch) * static_cast<size_t>(c.thousand_tokens) *
+                         1024 / kPageTokens * static_cast<size_t>(c.kv_heads) *
+                         MakeSummaryLayout(geometry).record_bytes();
   geometry.num_layers = std::min(kLayersOfGraph, static_cast<int>(kPastL2 / records) + 2);
   return geometry;
 }
@@ -94,17 +99,20 @@ struct Tensors {
   DeviceArray<float> o, lse;
 };
 
-// A few heads of the last step that each layer ran, and of the last selection. The problem, or empty.
-std::string CheckStep(const LocalStep& step, const WorkerShape& shape, const Case& c, const Tensors& t) {
+// A few heads of the last step that each layer ran, and of the last selection. The problem, or
+// empty.
+std::string CheckStep(const LocalStep& step, const WorkerShape& shape, const Case& c,
+                      const Tensors& t) {
   const std::vector<float> o = t.o.Download(), lse = t.lse.Download();
   for (int i = 0; i < 6; ++i) {
     const int layer = i * 7 % shape.num_layers(), head = i * 3 % shape.num_heads();
     const auto slice = [layer](const auto& all, size_t size) {
-      const auto from = all.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(layer) * size);
+      const auto from =
+          all.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(layer) * size);
       return std::vector(from, from + static_cast<std::ptrdiff_t>(size));
     };
-    std::string problem = step.Check(i % c.batch, layer, head, slice(t.query, t.q_values), slice(o, t.q_values),
-                                     slice(lse, t.lse_values));
+    std::string problem = step.Check(i % c.batch, layer, head, slice(t.query, t.q_values),
+                                     slice(o, t.q_values), slice(lse, t.lse_values));
     if (problem.empty() && step.options().step.scan == ScanMode::kFull)
       problem = step.CheckSelection(i % c.batch, head);
     if (!problem.empty()) return problem;
@@ -113,7 +121,8 @@ std::string CheckStep(const LocalStep& step, const WorkerShape& shape, const Cas
 }
 
 // Microseconds of a layer of `num_layers` in a graph, and checks what they give.
-double MeasureScan(const Case& c, const WorkerShape& shape, ScanMode scan, int num_layers, Report* report) {
+double MeasureScan(const Case& c, const WorkerShape& shape, ScanMode scan, int num_layers,
+                   Report* report) {
   BatchOptions options = {.max_sequences = c.batch,
                           .max_tokens = int64_t{c.thousand_tokens} * 1024 + kPageTokens,
                           .mode = BatchMode::kCaptured,
@@ -121,7 +130,8 @@ double MeasureScan(const Case& c, const WorkerShape& shape, ScanMode scan, int n
   options.step.budget = kBudget;
   options.step.scan = scan;
   auto step = LocalStep::Make(shape, options, c.thousand_tokens * 1024 / kPageTokens);
-  const std::string name = absl::StrCat(c.name(), scan == ScanMode::kFull ? ", full" : ", progressive");
+  const std::string name =
+      absl::StrCat(c.name(), scan == ScanMode::kFull ? ", full" : ", progressive");
   if (!step.ok()) {
     report->Check(name, false, step.status().ToString());
     return 0;
@@ -135,8 +145,10 @@ double MeasureScan(const Case& c, const WorkerShape& shape, ScanMode scan, int n
   const double us = MedianUs(num_layers, [&](int i, cudaStream_t on) {
     const int layer = i % shape.num_layers();
     const auto l = static_cast<size_t>(layer);
-    status.Update((*step)->Run(layer, {t.q.data() + l * t.q_values, t.k.data() + l * t.kv_values, t.v.data() + l * t.kv_values},
-                               {t.o.data() + l * t.q_values, t.lse.data() + l * t.lse_values}, on));
+    status.Update((*step)->Run(
+        layer,
+        {t.q.data() + l * t.q_values, t.k.data() + l * t.kv_values, t.v.data() + l * t.kv_values},
+        {t.o.data() + l * t.q_values, t.lse.data() + l * t.lse_values}, on));
   });
   if (num_layers < shape.num_layers()) return us;
   const std::string problem = status.ok() ? CheckStep(**step, shape, c, t) : status.ToString();
@@ -152,7 +164,8 @@ void MeasureCase(const Case& c, Report* report) {
   const double full = MeasureScan(c, *shape, ScanMode::kFull, kLayersOfGraph, report);
   report->Add({name + ", full scan", full, "us", 0, 0});
   const double single = MeasureScan(c, *shape, ScanMode::kFull, 1, report);
-  report->Add({name + ", graph of 32 over 32 single ones", full / single, "times", 1, full / single});
+  report->Add(
+      {name + ", graph of 32 over 32 single ones", full / single, "times", 1, full / single});
   const int64_t pages = int64_t{c.thousand_tokens} * 1024 / kPageTokens;
   StepOptions options;
   options.budget = kBudget;
@@ -161,7 +174,8 @@ void MeasureCase(const Case& c, Report* report) {
     progressive = MeasureScan(c, *shape, ScanMode::kProgressive, kLayersOfGraph, report);
     report->Add({name + ", progressive scan", progressive, "us", full, progressive / full});
   }
-  const ScanMode planned = ChooseBatchScan(*shape, c.batch, pages, options.candidates(), ScanMode::kAuto);
+  const ScanMode planned =
+      ChooseBatchScan(*shape, c.batch, pages, options.candidates(), ScanMode::kAuto);
   report->Add({name, planned == ScanMode::kFull ? full : progressive, "us", 0, 0});
 }
 
@@ -188,7 +202,8 @@ int Main() {
 }  // namespace kvd::bench
 
 int main(int argc, char** argv) {
-  absl::SetProgramUsageMessage("step_bench [--only=REGEX] [--json=FILE] [--commit=HASH]: see step_bench.cc");
+  absl::SetProgramUsageMessage(
+      "step_bench [--only=REGEX] [--json=FILE] [--commit=HASH]: see step_bench.cc");
   absl::ParseCommandLine(argc, argv);
   return kvd::bench::Main();
 }

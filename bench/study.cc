@@ -17,18 +17,21 @@ namespace {
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 // Rows of one head: [tokens, Hk, D] with the head's rows picked.
-void AppendPage(const KvTrace& trace, const KvTrace::Layer& layer, int head, int64_t first_token, int page_tokens,
-                std::vector<uint8_t>* units) {
+void AppendPage(const KvTrace& trace, const KvTrace::Layer& layer, int head, int64_t first_token,
+                int page_tokens, std::vector<uint8_t>* units) {
   const auto row_bytes = static_cast<int64_t>(trace.head_dim) * 2;
   const EngineKv kv = {reinterpret_cast<const uint8_t*>(layer.k.data()),
-                       reinterpret_cast<const uint8_t*>(layer.v.data()), row_bytes, row_bytes * trace.num_kv_heads};
+                       reinterpret_cast<const uint8_t*>(layer.v.data()), row_bytes,
+                       row_bytes * trace.num_kv_heads};
   const size_t unit_bytes = MakeUnitLayout(trace.head_dim, page_tokens).bytes;
   units->resize(units->size() + unit_bytes);
-  ref::PackUnit(kv, head, first_token, trace.head_dim, page_tokens, units->data() + units->size() - unit_bytes);
+  ref::PackUnit(kv, head, first_token, trace.head_dim, page_tokens,
+                units->data() + units->size() - unit_bytes);
 }
 
 // Writes one token's row of K and of V.
-void PutToken(const uint16_t* k, const uint16_t* v, int token, int head_dim, int page_tokens, uint8_t* unit) {
+void PutToken(const uint16_t* k, const uint16_t* v, int token, int head_dim, int page_tokens,
+              uint8_t* unit) {
   const size_t row = static_cast<size_t>(head_dim) * 2;
   const UnitLayout layout = MakeUnitLayout(head_dim, page_tokens);
   std::memcpy(unit + static_cast<size_t>(token) * row, k, row);
@@ -48,7 +51,8 @@ float PageLse(const Stream& stream, const float* q, const uint8_t* unit, int num
   double peak = -std::numeric_limits<double>::infinity();
   for (int t = 0; t < num_tokens; ++t) {
     uint16_t row[256];
-    std::memcpy(row, unit + static_cast<size_t>(t * stream.head_dim) * 2, static_cast<size_t>(stream.head_dim) * 2);
+    std::memcpy(row, unit + static_cast<size_t>(t * stream.head_dim) * 2,
+                static_cast<size_t>(stream.head_dim) * 2);
     float dot = 0;
     for (int d = 0; d < stream.head_dim; ++d) dot += q[d] * FromKv(stream.dtype, row[d]);
     double x = static_cast<double>(dot) * stream.softmax_scale;
@@ -62,7 +66,8 @@ float PageLse(const Stream& stream, const float* q, const uint8_t* unit, int num
 }
 
 // Attention over a list of units, through the tested reference kernel.
-void AttendUnits(const Stream& stream, int step, const std::vector<UnitRef>& units, float* o, float* lse) {
+void AttendUnits(const Stream& stream, int step, const std::vector<UnitRef>& units, float* o,
+                 float* lse) {
   const auto count = static_cast<int32_t>(units.size());
   AttendArgs args = {};
   args.num_sequences = 1;
@@ -84,7 +89,8 @@ void AttendUnits(const Stream& stream, int step, const std::vector<UnitRef>& uni
 
 }  // namespace
 
-Stream Stream::Make(const KvTrace& trace, int layer, int head, int page_tokens, std::span<const KvTrace> foreign) {
+Stream Stream::Make(const KvTrace& trace, int layer, int head, int page_tokens,
+                    std::span<const KvTrace> foreign) {
   Stream stream;
   stream.head_dim = trace.head_dim;
   stream.group = trace.group();
@@ -99,8 +105,8 @@ Stream Stream::Make(const KvTrace& trace, int layer, int head, int page_tokens, 
   for (const KvTrace& other : foreign) {
     const int pages = static_cast<int>(other.num_tokens / page_tokens);
     for (int p = 1; p < pages; ++p)
-      AppendPage(other, other.layers[static_cast<size_t>(layer)], head, static_cast<int64_t>(p) * page_tokens,
-                 page_tokens, &stream.units);
+      AppendPage(other, other.layers[static_cast<size_t>(layer)], head,
+                 static_cast<int64_t>(p) * page_tokens, page_tokens, &stream.units);
   }
   for (int p = 1; p < own_pages; ++p)
     AppendPage(trace, own, head, static_cast<int64_t>(p) * page_tokens, page_tokens, &stream.units);
@@ -114,19 +120,23 @@ Stream Stream::Make(const KvTrace& trace, int layer, int head, int page_tokens, 
   const auto column = static_cast<size_t>(head * trace.head_dim);
   for (int i = 0; i < stream.rest_ + trace.num_steps; ++i) {
     const bool prompt = i < stream.rest_;
-    const size_t token = prompt ? static_cast<size_t>(own_pages * page_tokens + i) : static_cast<size_t>(i - stream.rest_);
+    const size_t token = prompt ? static_cast<size_t>(own_pages * page_tokens + i)
+                                : static_cast<size_t>(i - stream.rest_);
     const uint16_t* k = (prompt ? own.k : own.step_k).data() + token * row + column;
     const uint16_t* v = (prompt ? own.v : own.step_v).data() + token * row + column;
     PutToken(k, v, i % page_tokens, trace.head_dim, page_tokens,
              stream.tail.data() + static_cast<size_t>(i / page_tokens) * stream.unit_bytes());
   }
-  const size_t complete = static_cast<size_t>((stream.rest_ + trace.num_steps) / page_tokens) * stream.unit_bytes();
-  stream.units.insert(stream.units.end(), stream.tail.begin(), stream.tail.begin() + static_cast<std::ptrdiff_t>(complete));
+  const size_t complete =
+      static_cast<size_t>((stream.rest_ + trace.num_steps) / page_tokens) * stream.unit_bytes();
+  stream.units.insert(stream.units.end(), stream.tail.begin(),
+                      stream.tail.begin() + static_cast<std::ptrdiff_t>(complete));
 
   const auto group_row = static_cast<size_t>(stream.group * trace.head_dim);
   const auto q_row = static_cast<size_t>(trace.num_q_heads * trace.head_dim);
   for (int s = 0; s < trace.num_steps; ++s) {
-    const uint16_t* q = own.step_q.data() + static_cast<size_t>(s) * q_row + static_cast<size_t>(head) * group_row;
+    const uint16_t* q =
+        own.step_q.data() + static_cast<size_t>(s) * q_row + static_cast<size_t>(head) * group_row;
     stream.query.insert(stream.query.end(), q, q + group_row);
   }
   return stream;
@@ -145,7 +155,8 @@ Truth ComputeTruth(const Stream& stream, int step) {
   for (size_t g = 0; g < group; ++g) {
     const float* row = q.data() + g * static_cast<size_t>(stream.head_dim);
     for (size_t p = 0; p < pages; ++p)
-      truth.page_lse[g * pages + p] = PageLse(stream, row, stream.unit(static_cast<int>(p)), stream.page_tokens);
+      truth.page_lse[g * pages + p] =
+          PageLse(stream, row, stream.unit(static_cast<int>(p)), stream.page_tokens);
     truth.tail_lse[g] = PageLse(stream, row, stream.tail_unit(step), stream.tail_tokens(step));
   }
   std::vector<UnitRef> all;
@@ -155,8 +166,8 @@ Truth ComputeTruth(const Stream& stream, int step) {
   return truth;
 }
 
-Kept Evaluate(const Stream& stream, int step, const Truth& truth, std::span<const int32_t> chosen, AlwaysKept kept,
-              std::vector<float>* output) {
+Kept Evaluate(const Stream& stream, int step, const Truth& truth, std::span<const int32_t> chosen,
+              AlwaysKept kept, std::vector<float>* output) {
   const int pages = truth.num_pages;
   const int sink = std::min(kept.n_sink, pages);
   const int first_window = std::max(sink, pages - kept.n_win);
@@ -183,7 +194,10 @@ Kept Evaluate(const Stream& stream, int step, const Truth& truth, std::span<cons
   for (size_t g = 0; g < group; ++g) {
     double selectable = 0, taken = 0;
     for (int p = sink; p < first_window; ++p) {
-      const double mass = std::exp(static_cast<double>(truth.page_lse[g * static_cast<size_t>(pages) + static_cast<size_t>(p)]) - truth.lse[g]);
+      const double mass =
+          std::exp(static_cast<double>(
+                       truth.page_lse[g * static_cast<size_t>(pages) + static_cast<size_t>(p)]) -
+                   truth.lse[g]);
       selectable += mass;
       if (is_chosen[static_cast<size_t>(p)]) taken += mass;
     }

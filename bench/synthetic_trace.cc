@@ -8,15 +8,17 @@ namespace kvd::bench {
 namespace {
 
 constexpr int kPageTokens = 16;
-constexpr testing::Regime kRegimes[] = {testing::Regime::kDiffuse,    testing::Regime::kNeedle,
+constexpr testing::Regime kRegimes[] = {testing::Regime::kDiffuse,      testing::Regime::kNeedle,
                                         testing::Regime::kOutlierToken, testing::Regime::kSink,
-                                        testing::Regime::kHeadOffset, testing::Regime::kWalk};
+                                        testing::Regime::kHeadOffset,   testing::Regime::kWalk};
 
 // Copies rows of one head into an array of [rows, heads, D].
 void Scatter(const uint16_t* rows, int num_rows, int heads, int head, int dim, uint16_t* out) {
   for (int r = 0; r < num_rows; ++r)
-    std::memcpy(out + (static_cast<size_t>(r) * static_cast<size_t>(heads) + static_cast<size_t>(head)) * static_cast<size_t>(dim),
-                rows + static_cast<size_t>(r) * static_cast<size_t>(dim), static_cast<size_t>(dim) * 2);
+    std::memcpy(
+        out + (static_cast<size_t>(r) * static_cast<size_t>(heads) + static_cast<size_t>(head)) *
+                  static_cast<size_t>(dim),
+        rows + static_cast<size_t>(r) * static_cast<size_t>(dim), static_cast<size_t>(dim) * 2);
 }
 
 }  // namespace
@@ -32,7 +34,8 @@ KvTrace MakeSyntheticTrace(int num_tokens, int num_steps) {
   trace.model = "synthetic";
   trace.text = "synthetic regimes";
   for (int i = 0; i < num_tokens; ++i) trace.prompt_tokens.push_back(static_cast<uint32_t>(i));
-  for (int i = 0; i < num_steps; ++i) trace.step_tokens.push_back(static_cast<uint32_t>(num_tokens + i));
+  for (int i = 0; i < num_steps; ++i)
+    trace.step_tokens.push_back(static_cast<uint32_t>(num_tokens + i));
   const auto dim = static_cast<size_t>(trace.head_dim);
   const auto heads = static_cast<size_t>(trace.num_kv_heads);
   for (int l = 0; l < trace.num_layers; ++l) {
@@ -56,10 +59,14 @@ KvTrace MakeSyntheticTrace(int num_tokens, int num_steps) {
       trace.softmax_scale = data.softmax_scale;
       const size_t after = static_cast<size_t>(num_tokens) * dim;
       Scatter(data.keys.data(), num_tokens, trace.num_kv_heads, h, trace.head_dim, layer.k.data());
-      Scatter(data.values.data(), num_tokens, trace.num_kv_heads, h, trace.head_dim, layer.v.data());
-      Scatter(data.keys.data() + after, num_steps, trace.num_kv_heads, h, trace.head_dim, layer.step_k.data());
-      Scatter(data.values.data() + after, num_steps, trace.num_kv_heads, h, trace.head_dim, layer.step_v.data());
-      Scatter(data.query.data(), num_steps, trace.num_kv_heads, h, trace.group() * trace.head_dim, layer.step_q.data());
+      Scatter(data.values.data(), num_tokens, trace.num_kv_heads, h, trace.head_dim,
+              layer.v.data());
+      Scatter(data.keys.data() + after, num_steps, trace.num_kv_heads, h, trace.head_dim,
+              layer.step_k.data());
+      Scatter(data.values.data() + after, num_steps, trace.num_kv_heads, h, trace.head_dim,
+              layer.step_v.data());
+      Scatter(data.query.data(), num_steps, trace.num_kv_heads, h, trace.group() * trace.head_dim,
+              layer.step_q.data());
     }
     trace.layers.push_back(std::move(layer));
   }

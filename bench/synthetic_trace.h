@@ -1,5 +1,6 @@
-// A KV trace without a model: the synthetic regimes of kernels/README.md, one a layer. Where weights cannot be
-// had it lets the demo run; its figures shape tests, they are never a claim about models.
+// A KV trace without a model: the synthetic regimes of kernels/README.md, one a layer. Where
+// weights cannot be had it lets the demo run; its figures shape tests, they are never a claim about
+// models.
 //
 // Thread safety: pure function; the same arguments give the same trace on every machine.
 

@@ -11,11 +11,11 @@
 #include <memory>
 #include <string>
 
-#include "proto/ingest_channel.h"
 #include "client/leases.h"
 #include "client/metrics.h"
 #include "client/page_source.h"
 #include "client/path.h"
+#include "proto/ingest_channel.h"
 #include "proto/pool.pb.h"
 
 namespace kvd {

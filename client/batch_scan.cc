@@ -3,16 +3,17 @@
 namespace kvd {
 namespace {
 
-// Of an H200 (bench/results/step_bench.json): fixed cost of a scan over few pages, bytes a second of whole records and of
-// coarse parts; and what the second select and refine cost beside their bytes, more of it for every list and for every
-// page of one.
+// Of an H200 (bench/results/step_bench.json): fixed cost of a scan over few pages, bytes a second
+// of whole records and of coarse parts; and what the second select and refine cost beside their
+// bytes, more of it for every list and for every page of one.
 constexpr double kScanSeconds = 4e-6;
 constexpr double kFullRate = 4.1e12;
 constexpr double kCoarseRate = 3.9e12;
 constexpr double kRefineSeconds = 18e-6;
 constexpr double kListSeconds = 0.15e-6;
 constexpr double kPageSeconds = 2e-12;
-constexpr double kWideGroupSeconds = 6e-6;  // of more than 4 query heads a KV head: coarse scores compute more for a byte
+constexpr double kWideGroupSeconds =
+    6e-6;  // of more than 4 query heads a KV head: coarse scores compute more for a byte
 
 }  // namespace
 
@@ -25,7 +26,8 @@ ScanEstimate EstimateBatchScan(const WorkerShape& shape, int num_sequences, int6
   const double refined = lists * static_cast<double>(num_candidates) * shape.summary.record_bytes();
   return {kScanSeconds + full / kFullRate,
           kScanSeconds + coarse / kCoarseRate + kRefineSeconds + lists * kListSeconds +
-              pages * kPageSeconds + (shape.geometry.group() > 4 ? kWideGroupSeconds : 0) + refined / kFullRate};
+              pages * kPageSeconds + (shape.geometry.group() > 4 ? kWideGroupSeconds : 0) +
+              refined / kFullRate};
 }
 
 ScanMode ChooseBatchScan(const WorkerShape& shape, int num_sequences, int64_t num_pages,
@@ -53,7 +55,8 @@ cudaError_t LaunchPageSelection(ScanMode scan, const ScoreArgs& score, const Sel
   cudaError_t error = LaunchScoreCoarse(score, stream);
   if (error == cudaSuccess) error = LaunchSelectCandidates(choose, out, stream);
   if (error == cudaSuccess) {
-    error = LaunchScoreRefine({score, out.max_candidates, out.candidates, out.num_candidates}, stream);
+    error =
+        LaunchScoreRefine({score, out.max_candidates, out.candidates, out.num_candidates}, stream);
   }
   return error == cudaSuccess ? LaunchSelectAmong(among, stream) : error;
 }

@@ -35,23 +35,25 @@ struct ClientEvent {
 absl::string_view EventName(ClientEvent::Kind kind);
 
 struct ClientOptions {
-  // Who the daemons are, in one of three ways, the same in every worker: host:port of each; a file with the
-  // protobuf text of a MemberList, read again when it changes; or DNS, "host:port" or "_service._proto.name".
+  // Who the daemons are, in one of three ways, the same in every worker: host:port of each; a file
+  // with the protobuf text of a MemberList, read again when it changes; or DNS, "host:port" or
+  // "_service._proto.name".
   std::vector<std::string> daemons;
   std::string members_file;
   std::string members_dns;
   absl::Duration members_poll = absl::Seconds(5);  // of file and DNS
   // How long pages are also looked for where they were placed before the members changed.
   absl::Duration placement_grace = absl::Seconds(60);
-  bool allow_partial = false;        // start although some daemons cannot be reached (one must)
-  std::string tenant;                // without certificates only
-  std::string model;                 // arena's model name
+  bool allow_partial = false;  // start although some daemons cannot be reached (one must)
+  std::string tenant;          // without certificates only
+  std::string model;           // arena's model name
   KvGeometry geometry;
   std::string weights_id;  // ModelIdentity, as the daemons' configuration has it
   std::string rope;
   std::string salt;              // of page keys: workers with another salt share nothing
   std::vector<uint32_t> shards;  // that this worker holds; empty: all
-  // GPU (CUDA ordinal) that holds mirrors, page caches and local pages, and on which a DecodeBatch runs; -1: the host.
+  // GPU (CUDA ordinal) that holds mirrors, page caches and local pages, and on which a DecodeBatch
+  // runs; -1: the host.
   int gpu = -1;
   TlsFiles tls;
   std::optional<PathKind> required_path;  // refuse anything slower

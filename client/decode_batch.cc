@@ -141,9 +141,9 @@ absl::Status DecodeBatch::Impl::Allocate() {
   KVD_RETURN_IF_ERROR(Add(place, n, selectable, bytes));
   KVD_RETURN_IF_ERROR(Add(place, layers * lists, resolve_rows, bytes));
   KVD_RETURN_IF_ERROR(Add(place, q_rows * static_cast<size_t>(lse_stride), lse, bytes));
-  KVD_RETURN_IF_ERROR(
-      Add(place, SelectGpuScratchBytes(static_cast<int64_t>(lists), g.group(), lse_stride),
-          select_scratch, bytes));
+  KVD_RETURN_IF_ERROR(Add(place,
+                          SelectGpuScratchBytes(static_cast<int64_t>(lists), g.group(), lse_stride),
+                          select_scratch, bytes));
   KVD_RETURN_IF_ERROR(Add(place, lists * k, selected, bytes));
   KVD_RETURN_IF_ERROR(Add(place, lists, num_selected, bytes));
   KVD_RETURN_IF_ERROR(Add(place, lists, threshold, bytes));

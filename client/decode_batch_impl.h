@@ -1,8 +1,10 @@
-// The parts of DecodeBatch: memory on the device, its rows, and what the host keeps of them. Internal to decode_batch*.cc.
+// The parts of DecodeBatch: memory on the device, its rows, and what the host keeps of them.
+// Internal to decode_batch*.cc.
 //
-// Ownership and order: the host writes pinned copies of the step's tables (a ring of kTableCopies, so that it may run ahead of
-// the GPU by that many steps) and enqueues their upload before the step's kernels. What only joining and leaving
-// change is uploaded at once: no step in flight reads a row that is padding in it.
+// Ownership and order: the host writes pinned copies of the step's tables (a ring of kTableCopies,
+// so that it may run ahead of the GPU by that many steps) and enqueues their upload before the
+// step's kernels. What only joining and leaving change is uploaded at once: no step in flight reads
+// a row that is padding in it.
 
 #ifndef LOCKS_KVD_CLIENT_DECODE_BATCH_IMPL_H_
 #define LOCKS_KVD_CLIENT_DECODE_BATCH_IMPL_H_
@@ -43,8 +45,8 @@ struct DecodeBatch::Impl {
     PlacedArray<uint64_t> slot_step;
     std::unique_ptr<MissFetch> fetch;  // host-driven mode only
     size_t num_bytes() const {
-      return cache.size() + places.num_bytes() + selectable.num_bytes() + page_slot.num_bytes() + slot_page.num_bytes() +
-             slot_step.num_bytes();
+      return cache.size() + places.num_bytes() + selectable.num_bytes() + page_slot.num_bytes() +
+             slot_page.num_bytes() + slot_step.num_bytes();
     }
   };
   // What a step reads that changes from step to step: rows [N], then num_pages [N]; one upload.
@@ -61,18 +63,19 @@ struct DecodeBatch::Impl {
   };
   // One of the steps in flight.
   struct Flight {
-    Tables tables;                           // pinned
-    PlacedArray<PeerArena> arenas;           // [kMaxArenas] pinned
-    PlacedArray<StepFigures> figures;        // [N] pinned
-    PlacedArray<StepMass> mass;              // [N, H] pinned, if it is reported
-    PlacedArray<PageUpdate> updates;         // [kMaxUpdates] pinned
-    PlacedArray<PagePlace> update_places;    // [kMaxUpdates, shards] pinned
+    Tables tables;                         // pinned
+    PlacedArray<PeerArena> arenas;         // [kMaxArenas] pinned
+    PlacedArray<StepFigures> figures;      // [N] pinned
+    PlacedArray<StepMass> mass;            // [N, H] pinned, if it is reported
+    PlacedArray<PageUpdate> updates;       // [kMaxUpdates] pinned
+    PlacedArray<PagePlace> update_places;  // [kMaxUpdates, shards] pinned
     cudaEvent_t done = nullptr;
-    bool pending = false;   // its figures have not been taken over
+    bool pending = false;  // its figures have not been taken over
     uint64_t host_failed = 0;
   };
 
-  Impl(const WorkerShape& worker, const BatchOptions& batch_options) : shape(worker), options(batch_options) {}
+  Impl(const WorkerShape& worker, const BatchOptions& batch_options)
+      : shape(worker), options(batch_options) {}
   ~Impl();
 
   // decode_batch.cc
@@ -91,14 +94,16 @@ struct DecodeBatch::Impl {
   absl::Status Outcome() const;
 
   // decode_batch_layer.cc
-  absl::Status Run(int layer, const BatchInput& input, const BatchOutput& output, cudaStream_t stream);
+  absl::Status Run(int layer, const BatchInput& input, const BatchOutput& output,
+                   cudaStream_t stream);
   absl::Status Select(int layer, const uint16_t* query, cudaStream_t stream);
   ResolveBatch ResolveOf(int layer) const;
-  absl::Status Attend(const BatchInput& input, const UnitRef* list, const int32_t* counts, int max_list, float* o,
-                      float* lse, cudaStream_t stream);
-  absl::Status AttendListed(const FetchArgs& fetch, const BatchInput& input, const BatchOutput& output,
-                            cudaStream_t stream);
-  absl::Status FetchOnHost(int layer, const BatchInput& input, const BatchOutput& output, cudaStream_t stream);
+  absl::Status Attend(const BatchInput& input, const UnitRef* list, const int32_t* counts,
+                      int max_list, float* o, float* lse, cudaStream_t stream);
+  absl::Status AttendListed(const FetchArgs& fetch, const BatchInput& input,
+                            const BatchOutput& output, cudaStream_t stream);
+  absl::Status FetchOnHost(int layer, const BatchInput& input, const BatchOutput& output,
+                           cudaStream_t stream);
   absl::Status ListMisses(int layer, cudaStream_t stream);
   absl::Status SettleMisses(int layer, cudaStream_t stream);
 
@@ -107,7 +112,9 @@ struct DecodeBatch::Impl {
     return options.step.mass == MassReport::kAlways || options.step.loss == LossPolicy::kGoOn;
   }
   int num_heads() const { return shape.num_heads(); }
-  size_t list_rows() const { return static_cast<size_t>(options.max_sequences) * static_cast<size_t>(num_heads()); }
+  size_t list_rows() const {
+    return static_cast<size_t>(options.max_sequences) * static_cast<size_t>(num_heads());
+  }
 
   const WorkerShape shape;
   const BatchOptions options;
@@ -120,11 +127,12 @@ struct DecodeBatch::Impl {
   int max_candidates = 0;
   int max_units = 0;
   int next_layer = 0;
-  uint64_t num_steps = 0;  // begun
+  uint64_t num_steps = 0;    // begun
   uint64_t host_failed = 0;  // units of this step that did not come, host-driven mode
 
-  std::vector<Row> rows;                                // [N]
-  std::vector<std::shared_ptr<PageSource>> arenas;      // [kMaxArenas] of the device's table; null: free
+  std::vector<Row> rows;  // [N]
+  std::vector<std::shared_ptr<PageSource>>
+      arenas;  // [kMaxArenas] of the device's table; null: free
   bool arenas_changed = true;
   std::array<Flight, kTableCopies> flights;
   std::shared_ptr<StepEvents> events = std::make_shared<StepEvents>();  // `done` of the flights
@@ -133,39 +141,39 @@ struct DecodeBatch::Impl {
 
   // Device.
   Tables tables;
-  PlacedArray<PeerArena> arena_table;      // [kMaxArenas]
-  PlacedArray<const uint8_t*> coarse;      // [L, N]
-  PlacedArray<const uint8_t*> fine;        // [L, N]
-  PlacedArray<int64_t> capacities;         // [N]
-  PlacedArray<const uint64_t*> selectable; // [N]
-  PlacedArray<ResolveRow> resolve_rows;    // [L, N, heads]
-  PlacedArray<float> lse;                  // [N, H, lse_stride]
+  PlacedArray<PeerArena> arena_table;       // [kMaxArenas]
+  PlacedArray<const uint8_t*> coarse;       // [L, N]
+  PlacedArray<const uint8_t*> fine;         // [L, N]
+  PlacedArray<int64_t> capacities;          // [N]
+  PlacedArray<const uint64_t*> selectable;  // [N]
+  PlacedArray<ResolveRow> resolve_rows;     // [L, N, heads]
+  PlacedArray<float> lse;                   // [N, H, lse_stride]
   PlacedArray<uint8_t> select_scratch;
-  PlacedArray<int32_t> selected;           // [N, heads, K]
-  PlacedArray<int32_t> num_selected;       // [N, heads]
-  PlacedArray<float> threshold;            // [N, heads]
-  PlacedArray<float> log_norm;             // [N, H]
-  PlacedArray<int32_t> candidates;         // [N, heads, max_candidates]
+  PlacedArray<int32_t> selected;      // [N, heads, K]
+  PlacedArray<int32_t> num_selected;  // [N, heads]
+  PlacedArray<float> threshold;       // [N, heads]
+  PlacedArray<float> log_norm;        // [N, H]
+  PlacedArray<int32_t> candidates;    // [N, heads, max_candidates]
   PlacedArray<int32_t> num_candidates;
-  PlacedArray<int32_t> slots;              // [N, heads, K]
-  PlacedArray<int32_t> miss_idx;           // [N, heads, K]
-  PlacedArray<int32_t> num_misses;         // [N, heads]
-  PlacedArray<UnitRef> units;              // [N, heads, max_units]
-  PlacedArray<int32_t> num_units;          // [N, heads]
-  PlacedArray<uint64_t> step;              // [1]
-  PlacedArray<uint32_t> arena_lost;        // [kMaxArenas]
-  PlacedArray<StepFigures> figures;        // [N]
-  PlacedArray<StepMass> mass;              // [N, H], if it is reported
+  PlacedArray<int32_t> slots;        // [N, heads, K]
+  PlacedArray<int32_t> miss_idx;     // [N, heads, K]
+  PlacedArray<int32_t> num_misses;   // [N, heads]
+  PlacedArray<UnitRef> units;        // [N, heads, max_units]
+  PlacedArray<int32_t> num_units;    // [N, heads]
+  PlacedArray<uint64_t> step;        // [1]
+  PlacedArray<uint32_t> arena_lost;  // [kMaxArenas]
+  PlacedArray<StepFigures> figures;  // [N]
+  PlacedArray<StepMass> mass;        // [N, H], if it is reported
 
   // Host-driven mode: pinned copies of the lists, and the fetched part of attend.
   struct HostLists {
     PlacedArray<int32_t> selected, slots, miss_idx, num_misses;
-    PlacedArray<UnitRef> units;       // [N, heads, K] of what was fetched
-    PlacedArray<int32_t> num_units;   // [N, heads]
-    PlacedArray<uint8_t> valid;       // [N, heads, K] in the order of miss_idx
+    PlacedArray<UnitRef> units;      // [N, heads, K] of what was fetched
+    PlacedArray<int32_t> num_units;  // [N, heads]
+    PlacedArray<uint8_t> valid;      // [N, heads, K] in the order of miss_idx
   } host;
-  PlacedArray<float> fetched_o;       // [N, H, D]
-  PlacedArray<float> fetched_lse;     // [N, H]
+  PlacedArray<float> fetched_o;    // [N, H, D]
+  PlacedArray<float> fetched_lse;  // [N, H]
 };
 
 }  // namespace kvd

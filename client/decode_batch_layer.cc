@@ -71,7 +71,8 @@ absl::Status DecodeBatch::Impl::Run(int layer, const BatchInput& input, const Ba
   return absl::OkStatus();
 }
 
-// By a list of units: where somebody else than the GPU fetches the misses, or looks at them before they are attended.
+// By a list of units: where somebody else than the GPU fetches the misses, or looks at them before
+// they are attended.
 absl::Status DecodeBatch::Impl::AttendListed(const FetchArgs& fetch, const BatchInput& input,
                                              const BatchOutput& output, cudaStream_t stream) {
   KVD_RETURN_IF_ERROR(GpuStatus(LaunchResolve(fetch.resolve, stream), kWhat));
@@ -99,25 +100,25 @@ absl::Status DecodeBatch::Impl::Select(int layer, const uint16_t* query, cudaStr
   score.lse_stride = lse_stride;
   score.lse = lse.data();
   const SelectArgs select = {.num_sequences = options.max_sequences,
-                       .num_kv_heads = num_heads(),
-                       .group = g.group(),
-                       .rule = options.step.rule,
-                       .n_sink = options.step.n_sink,
-                       .n_win = options.step.n_win,
-                       .num_select = budget,
-                       .lse = lse.data(),
-                       .lse_stride = lse_stride,
-                       .num_pages = tables.num_pages,
-                       .selectable = selectable.data(),
-                       .max_candidates = 0,
-                       .candidates = nullptr,
-                       .num_candidates = nullptr,
-                       .pages = selected.data(),
-                       .num_selected = num_selected.data(),
-                       .threshold = threshold.data(),
-                       .log_norm = log_norm.data(),
-                       .num_faults = nullptr,
-                       .scratch = select_scratch.data()};
+                             .num_kv_heads = num_heads(),
+                             .group = g.group(),
+                             .rule = options.step.rule,
+                             .n_sink = options.step.n_sink,
+                             .n_win = options.step.n_win,
+                             .num_select = budget,
+                             .lse = lse.data(),
+                             .lse_stride = lse_stride,
+                             .num_pages = tables.num_pages,
+                             .selectable = selectable.data(),
+                             .max_candidates = 0,
+                             .candidates = nullptr,
+                             .num_candidates = nullptr,
+                             .pages = selected.data(),
+                             .num_selected = num_selected.data(),
+                             .threshold = threshold.data(),
+                             .log_norm = log_norm.data(),
+                             .num_faults = nullptr,
+                             .scratch = select_scratch.data()};
   const CandidateLists lists = {.max_chosen = max_chosen,
                                 .out = {.max_candidates = max_candidates,
                                         .candidates = candidates.data(),
@@ -214,7 +215,8 @@ absl::Status DecodeBatch::Impl::ListMisses(int layer, cudaStream_t stream) {
   return absl::OkStatus();
 }
 
-// Waits for the misses; lists those that came. The page cache forgets the others, and no later layer selects them.
+// Waits for the misses; lists those that came. The page cache forgets the others, and no later
+// layer selects them.
 absl::Status DecodeBatch::Impl::SettleMisses(int layer, cudaStream_t stream) {
   const auto k = static_cast<size_t>(budget), heads = static_cast<size_t>(num_heads());
   std::fill(host.num_units.data(), host.num_units.data() + list_rows(), 0);

@@ -64,8 +64,8 @@ class DecodeStep {
   //   kAborted            LossPolicy::kFail and pages are missing: o and lse are not to be used
   absl::Status Run(int layer, const StepInput& input, const StepOutput& output);
 
-  const LayerResult& result() const { return result_; }  // of the last Run
-  const StepTotals& totals() const { return totals_; }   // any thread
+  const LayerResult& result() const { return result_; }                 // of the last Run
+  const StepTotals& totals() const { return totals_; }                  // any thread
   const FetchTotals& fetch_totals() const { return fetch_->totals(); }  // any thread
   const PageCache& cache() const { return *cache_; }
   const StepOptions& options() const { return options_; }

@@ -17,14 +17,17 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 
-absl::Status NoMemory(absl::string_view what, size_t size, absl::string_view where, absl::string_view why) {
-  return absl::ResourceExhaustedError(absl::StrCat(what, ": no memory for ", size, " bytes ", where, why,
-                                                   "; lower max_tokens, max_sequences or the budget"));
+absl::Status NoMemory(absl::string_view what, size_t size, absl::string_view where,
+                      absl::string_view why) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat(what, ": no memory for ", size, " bytes ", where, why,
+                   "; lower max_tokens, max_sequences or the budget"));
 }
 
 }  // namespace
 
-absl::StatusOr<PlacedBytes> PlacedBytes::Make(const MemoryPlace& place, size_t size, absl::string_view what) {
+absl::StatusOr<PlacedBytes> PlacedBytes::Make(const MemoryPlace& place, size_t size,
+                                              absl::string_view what) {
   PlacedBytes bytes;
   bytes.place_ = place;
   bytes.size_ = size;
@@ -41,14 +44,15 @@ absl::StatusOr<PlacedBytes> PlacedBytes::Make(const MemoryPlace& place, size_t s
     return absl::FailedPreconditionError(
         absl::StrCat(what, ": GPU ", place.gpu, ": ", cudaGetErrorString(scope.error())));
   }
-  if (const cudaError_t got = cudaMalloc(reinterpret_cast<void**>(&bytes.data_), rounded); got != cudaSuccess) {
+  if (const cudaError_t got = cudaMalloc(reinterpret_cast<void**>(&bytes.data_), rounded);
+      got != cudaSuccess) {
     (void)cudaGetLastError();
     return NoMemory(what, size, absl::StrCat("on GPU ", place.gpu, ": "), cudaGetErrorString(got));
   }
   return bytes;
 #else
-  return absl::FailedPreconditionError(
-      absl::StrCat(what, ": memory of GPU ", place.gpu, " is wanted, and this library was built without CUDA"));
+  return absl::FailedPreconditionError(absl::StrCat(
+      what, ": memory of GPU ", place.gpu, " is wanted, and this library was built without CUDA"));
 #endif
 }
 
@@ -57,8 +61,9 @@ absl::StatusOr<PlacedBytes> PlacedBytes::MakePinned(size_t size, absl::string_vi
   PlacedBytes bytes;
   bytes.pinned_ = true;
   bytes.size_ = size;
-  if (const cudaError_t got = cudaHostAlloc(reinterpret_cast<void**>(&bytes.data_), size + kAlignment,
-                                            cudaHostAllocPortable | cudaHostAllocMapped);
+  if (const cudaError_t got =
+          cudaHostAlloc(reinterpret_cast<void**>(&bytes.data_), size + kAlignment,
+                        cudaHostAllocPortable | cudaHostAllocMapped);
       got != cudaSuccess) {
     (void)cudaGetLastError();
     return NoMemory(what, size, "pinned on the host: ", cudaGetErrorString(got));
@@ -116,29 +121,32 @@ absl::Status CopyBytes(const MemoryPlace& place, void* to, const void* from, siz
   return CopyRows(place, to, size, from, size, size, 1);
 }
 
-absl::Status CopyRows(const MemoryPlace& place, void* to, size_t to_stride, const void* from, size_t from_stride,
-                      size_t size, size_t rows) {
+absl::Status CopyRows(const MemoryPlace& place, void* to, size_t to_stride, const void* from,
+                      size_t from_stride, size_t size, size_t rows) {
   if (size == 0 || rows == 0) return absl::OkStatus();
   if (!place.on_gpu()) {
     for (size_t row = 0; row < rows; ++row) {
-      std::memcpy(static_cast<uint8_t*>(to) + row * to_stride, static_cast<const uint8_t*>(from) + row * from_stride,
-                  size);
+      std::memcpy(static_cast<uint8_t*>(to) + row * to_stride,
+                  static_cast<const uint8_t*>(from) + row * from_stride, size);
     }
     return absl::OkStatus();
   }
 #if KVD_CUDA
-  // Not the legacy stream: that one waits for, and disturbs, whatever the engine captures meanwhile.
+  // Not the legacy stream: that one waits for, and disturbs, whatever the engine captures
+  // meanwhile.
   const GpuScope scope(place.gpu);
   cudaError_t done = scope.error();
   if (done == cudaSuccess && rows == 1) {
     done = cudaMemcpyAsync(to, from, size, cudaMemcpyDefault, cudaStreamPerThread);
   } else if (done == cudaSuccess) {
-    done = cudaMemcpy2DAsync(to, to_stride, from, from_stride, size, rows, cudaMemcpyDefault, cudaStreamPerThread);
+    done = cudaMemcpy2DAsync(to, to_stride, from, from_stride, size, rows, cudaMemcpyDefault,
+                             cudaStreamPerThread);
   }
   if (done == cudaSuccess) done = cudaStreamSynchronize(cudaStreamPerThread);
   return GpuStatus(done, "copy");
 #else
-  return absl::FailedPreconditionError("memory of a GPU is wanted, and this library was built without CUDA");
+  return absl::FailedPreconditionError(
+      "memory of a GPU is wanted, and this library was built without CUDA");
 #endif
 }
 

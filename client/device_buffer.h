@@ -1,8 +1,9 @@
-// Memory that is allocated once, at plan or open time: on the host or on a GPU (the place says which), or on the host
-// for both to use.
+// Memory that is allocated once, at plan or open time: on the host or on a GPU (the place says
+// which), or on the host for both to use.
 //
-// Why a place at run time: the same bookkeeping of pages serves a worker on the CPU and one on a GPU; only who touches
-// the bytes differs. Built without CUDA, a GPU place is refused. Thread safety: compatible. Not initialised.
+// Why a place at run time: the same bookkeeping of pages serves a worker on the CPU and one on a
+// GPU; only who touches the bytes differs. Built without CUDA, a GPU place is refused. Thread
+// safety: compatible. Not initialised.
 
 #ifndef LOCKS_KVD_CLIENT_DEVICE_BUFFER_H_
 #define LOCKS_KVD_CLIENT_DEVICE_BUFFER_H_
@@ -21,8 +22,10 @@ namespace kvd {
 class PlacedBytes {
  public:
   PlacedBytes() = default;
-  // kResourceExhausted, naming `what`, if the memory cannot be had; kFailedPrecondition: no such GPU.
-  static absl::StatusOr<PlacedBytes> Make(const MemoryPlace& place, size_t size, absl::string_view what);
+  // kResourceExhausted, naming `what`, if the memory cannot be had; kFailedPrecondition: no such
+  // GPU.
+  static absl::StatusOr<PlacedBytes> Make(const MemoryPlace& place, size_t size,
+                                          absl::string_view what);
   // Host memory that kernels can read and write, and copies run from at full speed.
   static absl::StatusOr<PlacedBytes> MakePinned(size_t size, absl::string_view what);
   PlacedBytes(PlacedBytes&& other) noexcept;
@@ -46,7 +49,8 @@ template <typename T>
 class PlacedArray {
  public:
   PlacedArray() = default;
-  static absl::StatusOr<PlacedArray> Make(const MemoryPlace& place, size_t size, absl::string_view what) {
+  static absl::StatusOr<PlacedArray> Make(const MemoryPlace& place, size_t size,
+                                          absl::string_view what) {
     return From(PlacedBytes::Make(place, size * sizeof(T), what), size);
   }
   static absl::StatusOr<PlacedArray> MakePinned(size_t size, absl::string_view what) {
@@ -75,12 +79,13 @@ class PlacedArray {
 // True unless `data` is in a GPU's memory (pinned memory is the host's).
 bool IsHostMemory(const void* data);
 
-// Copies `size` bytes between memory at `place` and any memory of the host or of a GPU. Blocking: waits for the copy, on a
-// stream of the calling thread's own. kInternal: the CUDA runtime's error.
+// Copies `size` bytes between memory at `place` and any memory of the host or of a GPU. Blocking:
+// waits for the copy, on a stream of the calling thread's own. kInternal: the CUDA runtime's error.
 absl::Status CopyBytes(const MemoryPlace& place, void* to, const void* from, size_t size);
-// The same for `rows` rows of `size` bytes, whose starts are `to_stride` and `from_stride` bytes apart.
-absl::Status CopyRows(const MemoryPlace& place, void* to, size_t to_stride, const void* from, size_t from_stride,
-                      size_t size, size_t rows);
+// The same for `rows` rows of `size` bytes, whose starts are `to_stride` and `from_stride` bytes
+// apart.
+absl::Status CopyRows(const MemoryPlace& place, void* to, size_t to_stride, const void* from,
+                      size_t from_stride, size_t size, size_t rows);
 
 }  // namespace kvd
 

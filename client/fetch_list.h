@@ -1,5 +1,5 @@
-// What the fetchers do alike with a list: its outcome before anything was fetched, the check of its entries, and the
-// slots that lists in flight occupy.
+// What the fetchers do alike with a list: its outcome before anything was fetched, the check of its
+// entries, and the slots that lists in flight occupy.
 //
 // Thread safety: SlotPool is safe; the rest are functions of a list, which belongs to one caller.
 
@@ -29,8 +29,8 @@ inline void BeginList(FetchList& list) {
   if (!list.entries.empty()) std::memset(list.valid, 0, list.entries.size());
 }
 
-// Nothing that a list read counts once its session is lost: a daemon may have been gone for a part of the copy, and only
-// the fence tells (guarantee G3).
+// Nothing that a list read counts once its session is lost: a daemon may have been gone for a part
+// of the copy, and only the fence tells (guarantee G3).
 inline void AbortList(FetchList& list) {
   BeginList(list);
   list.code = absl::StatusCode::kAborted;
@@ -38,17 +38,19 @@ inline void AbortList(FetchList& list) {
 
 inline bool AllInRange(const FetchList& list, const ArenaShape& shape) {
   return std::all_of(list.entries.begin(), list.entries.end(), [&](const FetchEntry& entry) {
-    return entry.slot < shape.num_slots && entry.layer < shape.slot.num_layers && entry.head < shape.slot.shard_heads;
+    return entry.slot < shape.num_slots && entry.layer < shape.slot.num_layers &&
+           entry.head < shape.slot.shard_heads;
   });
 }
 
 // Of what has `deadline` left, which may be longer than a clock can add.
 inline std::chrono::steady_clock::time_point DeadlineOf(absl::Duration deadline) {
-  return std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(std::min(deadline, absl::Hours(1)));
+  return std::chrono::steady_clock::now() +
+         absl::ToChronoNanoseconds(std::min(deadline, absl::Hours(1)));
 }
 
-// A fixed number of slots, each for one list in flight. A list that finds none in Start asks again in Wait.
-// `begin(Slot&, deadline)` starts the list in a slot.
+// A fixed number of slots, each for one list in flight. A list that finds none in Start asks again
+// in Wait. `begin(Slot&, deadline)` starts the list in a slot.
 template <typename Slot>
 class SlotPool {
  public:
@@ -61,8 +63,9 @@ class SlotPool {
     list.in_flight = slot != nullptr ? static_cast<void*>(slot) : this;
     if (slot != nullptr) begin(*slot, DeadlineOf(list.deadline));
   }
-  // Wait's part: the slot in which the list is in flight, to be given back. Null if there is nothing to wait for: it was
-  // done or refused in Start, or no slot came free within the deadline, which is then the list's outcome.
+  // Wait's part: the slot in which the list is in flight, to be given back. Null if there is
+  // nothing to wait for: it was done or refused in Start, or no slot came free within the deadline,
+  // which is then the list's outcome.
   template <typename Begin>
   Slot* TakeBack(FetchList& list, const Begin& begin) {
     void* const in_flight = std::exchange(list.in_flight, nullptr);

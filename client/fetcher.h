@@ -1,8 +1,8 @@
-// Fetches chosen units of a pool daemon's arena into a worker's memory: one list per (layer, step), one
-// interface for every path.
+// Fetches chosen units of a pool daemon's arena into a worker's memory: one list per (layer, step),
+// one interface for every path.
 //
-// Why one interface: the guard that proves the bytes (generation after the copy, guarantee G1) and the
-// deadline (G5) must be the same on every path; one conformance suite tests them all.
+// Why one interface: the guard that proves the bytes (generation after the copy, guarantee G1) and
+// the deadline (G5) must be the same on every path; one conformance suite tests them all.
 // Thread safety: a Fetcher is safe; a FetchList belongs to one caller at a time.
 // Ownership: lists, destinations and results are the caller's and must live until Wait returned.
 // Hot path: Start and Wait allocate nothing, take no lock and make no RPC.
@@ -29,14 +29,15 @@ absl::string_view PathName(PathKind path);  // "peer", "shared", "ucx"
 // One list of units and its outcome.
 struct FetchList {
   // Set by the caller before Start.
-  std::span<const FetchEntry> entries;    // what, with the generation that Match or Seal gave
-  uint8_t* const* destinations = nullptr; // [entries] unit_bytes each
-  uint8_t* valid = nullptr;               // [entries] out: 1 if the destination holds the sealed bytes
+  std::span<const FetchEntry> entries;     // what, with the generation that Match or Seal gave
+  uint8_t* const* destinations = nullptr;  // [entries] unit_bytes each
+  uint8_t* valid = nullptr;  // [entries] out: 1 if the destination holds the sealed bytes
   absl::Duration deadline = absl::Seconds(1);  // from Start
 
-  // Outcome, set by Wait. A missing page is no error: its `valid` is 0 and its destination zeroed (or
-  // untouched after an error).
-  absl::StatusCode code = absl::StatusCode::kOk;  // kDeadlineExceeded, kUnavailable, kAborted, kInvalidArgument ...
+  // Outcome, set by Wait. A missing page is no error: its `valid` is 0 and its destination zeroed
+  // (or untouched after an error).
+  absl::StatusCode code =
+      absl::StatusCode::kOk;  // kDeadlineExceeded, kUnavailable, kAborted, kInvalidArgument ...
   int64_t num_valid = 0;
   uint64_t path_bytes = 0;  // bytes that travelled
 
@@ -58,8 +59,10 @@ struct RecordList {
   uint8_t* fine = nullptr;
   int num_heads = 0;
   int64_t page_capacity = 0;
-  bool compare_only = false;  // true: changes nothing; `valid` says that the mirror has these very records
-  uint8_t* valid = nullptr;   // [entries] out: 1 if the records are there and proved; else they are undefined
+  bool compare_only =
+      false;  // true: changes nothing; `valid` says that the mirror has these very records
+  uint8_t* valid =
+      nullptr;  // [entries] out: 1 if the records are there and proved; else they are undefined
   absl::Duration deadline = absl::Seconds(1);
 
   absl::StatusCode code = absl::StatusCode::kOk;  // as in a FetchList
@@ -72,7 +75,8 @@ class Fetcher {
  public:
   virtual ~Fetcher() = default;
   virtual PathKind path() const = 0;
-  // Where the destinations of Start are: in host memory, or in a GPU's. FetchSummaries always fetches to the host.
+  // Where the destinations of Start are: in host memory, or in a GPU's. FetchSummaries always
+  // fetches to the host.
   virtual MemorySpace destination_space() const { return MemorySpace::kHost; }
   // The peer path's own form, for kernels that read the arena themselves; null on every other path.
   virtual const PeerFetcher* peer() const { return nullptr; }
@@ -80,17 +84,17 @@ class Fetcher {
   // Begins a fetch; returns at once. Never fails: errors are in the list after Wait.
   virtual void Start(FetchList& list) = 0;
 
-  // Returns when the list is done or its deadline passed. After an error or a deadline, nothing writes to
-  // the destinations any more.
+  // Returns when the list is done or its deadline passed. After an error or a deadline, nothing
+  // writes to the destinations any more.
   virtual void Wait(FetchList& list) = 0;
 
-  // Fetches whole records of slots (when a sequence is opened or extended): for each entry (layer and head
-  // 0) destinations[i] receives the slot's summary_bytes(), checked against the header's generation and
-  // summary checksum. Blocking: up to the deadline. May allocate.
+  // Fetches whole records of slots (when a sequence is opened or extended): for each entry (layer
+  // and head 0) destinations[i] receives the slot's summary_bytes(), checked against the header's
+  // generation and summary checksum. Blocking: up to the deadline. May allocate.
   virtual void FetchSummaries(FetchList& list) = 0;
 
-  // The same into a mirror on the GPU where this fetcher's destinations are; kUnimplemented from one that delivers to the
-  // host. Blocking: up to the deadline.
+  // The same into a mirror on the GPU where this fetcher's destinations are; kUnimplemented from
+  // one that delivers to the host. Blocking: up to the deadline.
   virtual void StoreRecords(RecordList& list) {
     list.code = absl::StatusCode::kUnimplemented;
     list.num_valid = 0;

@@ -1,7 +1,10 @@
-// Makes a GPU the calling thread's current one for as long as it lives, and then puts back what was.
+// Makes a GPU the calling thread's current one for as long as it lives, and then puts back what
+// was.
 //
-// Why: the threads of an engine come in with whatever GPU they use themselves. Only a thread that had a context gets its
-// GPU back: making a context on a GPU that nobody asked for would take hundreds of MiB there. Needs KVD_CUDA.
+// Why: the threads of an engine come in with whatever GPU they use themselves. Only a thread that
+// had a context gets its
+// GPU back: making a context on a GPU that nobody asked for would take hundreds of MiB there. Needs
+// KVD_CUDA.
 // Thread safety: one thread.
 
 #ifndef LOCKS_KVD_CLIENT_GPU_SCOPE_H_
@@ -33,8 +36,8 @@ class GpuScope {
     static const auto get_current = [] {
       void* found = nullptr;
       cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-      const cudaError_t error =
-          cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &found, 12000, cudaEnableDefault, &result);
+      const cudaError_t error = cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &found, 12000,
+                                                                 cudaEnableDefault, &result);
       if (error != cudaSuccess) (void)cudaGetLastError();
       const bool usable = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
       return usable ? reinterpret_cast<decltype(&cuCtxGetCurrent)>(found) : nullptr;

@@ -1,6 +1,7 @@
 // CUDA runtime errors as statuses. Built with KVD_CUDA only.
 //
-// Why kInternal: a CUDA error that is not about memory means that this process's context is broken; every later call fails too.
+// Why kInternal: a CUDA error that is not about memory means that this process's context is broken;
+// every later call fails too.
 
 #ifndef LOCKS_KVD_CLIENT_GPU_STATUS_H_
 #define LOCKS_KVD_CLIENT_GPU_STATUS_H_

@@ -38,7 +38,7 @@ struct PutRequest {
   int num_pages = 0;
   // One a pooled layer; heads are the worker's own, from 0. In host memory, or on the client's GPU.
   std::span<const EngineKv> layers;
-  int64_t first_token = 0;           // index in the engine's cache of page first_page's first token
+  int64_t first_token = 0;  // index in the engine's cache of page first_page's first token
 };
 
 // Units of a resident prefix, for engines that use the pool as a store only.

@@ -114,10 +114,12 @@ std::vector<std::string> PairsWithoutPeerAccess(const std::string& topology, int
   std::vector<std::string> pairs;
   *num_gpus = 0;
   for (const absl::string_view line : absl::StrSplit(topology, '\n')) {
-    // A row of the matrix: "GPU0 X OK"; its head line, "GPU0 GPU1" between escape sequences, is none.
+    // A row of the matrix: "GPU0 X OK"; its head line, "GPU0 GPU1" between escape sequences, is
+    // none.
     const std::vector<absl::string_view> words =
         absl::StrSplit(line, absl::ByAnyChar(" \t\r"), absl::SkipEmpty());
-    if (words.size() < 2 || !absl::StartsWith(words[0], "GPU") || absl::StartsWith(words[1], "GPU")) continue;
+    if (words.size() < 2 || !absl::StartsWith(words[0], "GPU") || absl::StartsWith(words[1], "GPU"))
+      continue;
     const auto row = static_cast<size_t>((*num_gpus)++);
     for (size_t column = row + 1; column + 1 < words.size(); ++column) {
       if (words[column + 1] == "OK") continue;
@@ -135,14 +137,16 @@ Check CheckPeerAccess() {
       topology.ok() ? PairsWithoutPeerAccess(*topology, &num_gpus) : std::vector<std::string>();
   if (num_gpus < 2) {
     check.result = Result::kSkipped;
-    check.found = topology.ok() ? "not applicable: fewer than two GPUs" : "not applicable: no nvidia-smi";
+    check.found =
+        topology.ok() ? "not applicable: fewer than two GPUs" : "not applicable: no nvidia-smi";
     return check;
   }
   check.found = absl::StrCat(num_gpus, " GPUs");
   if (pairs.empty()) return check;
   check.result = Result::kFailed;
   absl::StrAppend(&check.found, ", no access: ", absl::StrJoin(pairs, ", "));
-  check.todo = "give daemon and worker GPUs that reach each other (nvidia-smi topo -m), or use the ucx path";
+  check.todo =
+      "give daemon and worker GPUs that reach each other (nvidia-smi topo -m), or use the ucx path";
   return check;
 }
 

@@ -30,8 +30,9 @@ Check CheckMemlock(int64_t wanted);
 // GPUs of the host and whether this process may open them. `root` is "/" but in tests.
 Check CheckGpus(const std::string& root);
 
-// Whether the GPUs that this process sees may read each other's memory, which the peer path between two of them
-// needs: what `nvidia-smi topo -p2p r` says. Skipped without that program or with fewer than two GPUs.
+// Whether the GPUs that this process sees may read each other's memory, which the peer path between
+// two of them needs: what `nvidia-smi topo -p2p r` says. Skipped without that program or with fewer
+// than two GPUs.
 Check CheckPeerAccess();
 // The pairs that may not, as "GPU0-GPU1 CNS", in the text that it prints; `num_gpus` is set.
 std::vector<std::string> PairsWithoutPeerAccess(const std::string& topology, int* num_gpus);

@@ -1,10 +1,11 @@
 // A sequence's copy of its pages' records, in the order in which they are scanned.
 //
 // Why: selection reads every record of a layer and KV head at each step; in the mirror they are
-// contiguous, coarse and fine parts apart, as [L][heads][P_cap] each. It is where the shape's place says: on a GPU, only
-// kernels and copies touch it, and Store, Equals and unit_checksum are blocking copies for single pages; whole sequences
-// are filled by client/record_fetch.h. Thread safety: compatible; Store of a page that no reader scans yet may run beside
-// readers. Ownership: owns its memory. Records are copies of what the daemon built, never rebuilt.
+// contiguous, coarse and fine parts apart, as [L][heads][P_cap] each. It is where the shape's place
+// says: on a GPU, only kernels and copies touch it, and Store, Equals and unit_checksum are
+// blocking copies for single pages; whole sequences are filled by client/record_fetch.h. Thread
+// safety: compatible; Store of a page that no reader scans yet may run beside readers. Ownership:
+// owns its memory. Records are copies of what the daemon built, never rebuilt.
 
 #ifndef LOCKS_KVD_CLIENT_MIRROR_H_
 #define LOCKS_KVD_CLIENT_MIRROR_H_
@@ -29,7 +30,8 @@ class Mirror {
   // kInternal: a CUDA error, on a GPU only.
   absl::Status Store(int page, int shard_pos, const uint8_t* records);
 
-  // True if `records` is what Store put there. May run beside readers. False also after a CUDA error.
+  // True if `records` is what Store put there. May run beside readers. False also after a CUDA
+  // error.
   bool Equals(int page, int shard_pos, const uint8_t* records) const;
 
   // First record of (layer, head 0, page 0); a head's records are page_capacity() records long.
@@ -54,8 +56,9 @@ class Mirror {
            static_cast<size_t>(page);
   }
 
-  // Calls copy(part, offset in the part, offset in the slot's records, rows, bytes of a row) for each run: `rows` records
-  // that are page_capacity() records apart in the part and one behind the other in the slot's.
+  // Calls copy(part, offset in the part, offset in the slot's records, rows, bytes of a row) for
+  // each run: `rows` records that are page_capacity() records apart in the part and one behind the
+  // other in the slot's.
   template <typename Copy>
   void ForEachRun(int page, int shard_pos, const Copy& copy) const;
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/check.h"
 #include "client/device_buffer.h"
+#include "kernels/check.h"
 #include "kernels/checksum.h"
 #include "proto/clock.h"
 #include "proto/status.h"
@@ -83,7 +83,8 @@ void MissFetch::StartWave(SequencePages& pages, int daemon) {
   work.list.entries = {entries_.data() + first, count};
   work.list.destinations = destinations_.data() + first;
   work.list.valid = valid_.data() + first;
-  work.list.deadline = pages.has_alternates() ? options_.failover_timeout() : options_.fetch_timeout;
+  work.list.deadline =
+      pages.has_alternates() ? options_.failover_timeout() : options_.fetch_timeout;
   const int64_t start = NowNs();
   pages.fetcher(daemon)->Start(work.list);
   work.post_ns = NowNs() - start;
@@ -140,7 +141,8 @@ void MissFetch::FinishWave(SequencePages& pages, int layer, int daemon, UnitCoun
   work.sent = last;
   // From now on, not from the start: the wait itself may have been as long as the suspension.
   if (code != absl::StatusCode::kOk) pages.Suspend(daemon, SteadyClock().Now());
-  for (size_t i = first; i < last; ++i) Settle(pages, layer, daemon, i, valid_[i] != 0, code, counts);
+  for (size_t i = first; i < last; ++i)
+    Settle(pages, layer, daemon, i, valid_[i] != 0, code, counts);
   StartWave(pages, daemon);
 }
 
@@ -178,12 +180,13 @@ void MissFetch::Settle(SequencePages& pages, int layer, int daemon, size_t place
   }
 }
 
-// One daemon and one list after the other: this is the exception. The first round's lists have all ended, so
-// their arrays are free.
+// One daemon and one list after the other: this is the exception. The first round's lists have all
+// ended, so their arrays are free.
 int64_t MissFetch::FetchAgain(SequencePages& pages, int layer, UnitCounts& counts) {
   const auto daemon_of = [&](uint32_t place) { return pages.daemon_of(grouped_[place].page); };
-  std::sort(again_.data(), again_.data() + num_again_,
-            [&](uint32_t a, uint32_t b) { return std::pair(daemon_of(a), a) < std::pair(daemon_of(b), b); });
+  std::sort(again_.data(), again_.data() + num_again_, [&](uint32_t a, uint32_t b) {
+    return std::pair(daemon_of(a), a) < std::pair(daemon_of(b), b);
+  });
   const size_t count = std::exchange(num_again_, 0);
   int64_t bytes = 0;
   for (size_t at = 0; at < count;) {

@@ -49,8 +49,8 @@ class MissFetch {
   // Sends the first wave to every daemon that has misses.
   void Start(SequencePages& pages, int layer);
   // Waits for it, sends and waits for the others, proves every unit, and masks pages and daemons
-  // that failed; what has a second holder is asked for there. Blocking: up to fetch_timeout a wave; a daemon that is
-  // late gets no further wave.
+  // that failed; what has a second holder is asked for there. Blocking: up to fetch_timeout a wave;
+  // a daemon that is late gets no further wave.
   // Returns the bytes that travelled.
   int64_t Finish(SequencePages& pages, int layer, UnitCounts& counts);
 
@@ -75,14 +75,15 @@ class MissFetch {
       : shape_(shape), options_(options) {}
   void StartWave(SequencePages& pages, int daemon);
   void FinishWave(SequencePages& pages, int layer, int daemon, UnitCounts& counts);
-  // Judges the miss at `place` of grouped_, which was asked of `daemon` by a list that ended with `code`; one whose page has
-  // turned to another holder is kept for FetchAgain.
-  void Settle(SequencePages& pages, int layer, int daemon, size_t place, bool valid, absl::StatusCode code,
-              UnitCounts& counts);
+  // Judges the miss at `place` of grouped_, which was asked of `daemon` by a list that ended with
+  // `code`; one whose page has turned to another holder is kept for FetchAgain.
+  void Settle(SequencePages& pages, int layer, int daemon, size_t place, bool valid,
+              absl::StatusCode code, UnitCounts& counts);
   int64_t FetchAgain(SequencePages& pages, int layer, UnitCounts& counts);
   PathTotals& TotalsOf(const SequencePages& pages, int daemon);
   static void CountUnit(Miss::Outcome outcome, absl::StatusCode code, PathTotals& totals);
-  Miss::Outcome Judge(SequencePages& pages, int layer, const Miss& miss, bool valid, absl::StatusCode code);
+  Miss::Outcome Judge(SequencePages& pages, int layer, const Miss& miss, bool valid,
+                      absl::StatusCode code);
   // Of the unit that was fetched; where it lies on a GPU it is copied down first.
   bool HasChecksum(const Miss& miss, uint64_t checksum);
 

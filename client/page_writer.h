@@ -48,9 +48,10 @@ class PageWriter {
  public:
   static constexpr size_t kStagingBytes = size_t{32} << 20;
 
-  // Writes the slots [L][shard heads] of one shard of the pages at these positions, one after another. Called
-  // from several threads at once.
-  using SlotReader = std::function<absl::Status(std::span<const size_t> pages, int shard_pos, uint8_t* slots)>;
+  // Writes the slots [L][shard heads] of one shard of the pages at these positions, one after
+  // another. Called from several threads at once.
+  using SlotReader =
+      std::function<absl::Status(std::span<const size_t> pages, int shard_pos, uint8_t* slots)>;
 
   PageWriter(Pool* pool, const WorkerShape* shape, absl::Duration send_timeout)
       : pool_(*pool), shape_(*shape), send_timeout_(send_timeout) {}

@@ -58,7 +58,8 @@ struct SessionIds {
 
 absl::StatusOr<SessionIds> IdsOf(const locks_kvd::v1::SessionRef& session) {
   SessionIds ids;
-  if (session.incarnation().size() != ids.incarnation.size() || session.token().size() != ids.token.size()) {
+  if (session.incarnation().size() != ids.incarnation.size() ||
+      session.token().size() != ids.token.size()) {
     return absl::InvalidArgumentError(
         absl::StrCat("attach reply: expected an incarnation and a token of 16 bytes, got ",
                      session.incarnation().size(), " and ", session.token().size()));
@@ -85,8 +86,10 @@ struct Opening {
 };
 
 // The arena's descriptors, for a session of the daemon at `socket_path` on the host `host_id`.
-absl::StatusOr<std::vector<UniqueFd>> Descriptors(const Opening& opening, const std::string& socket_path,
-                                                  const std::string& host_id, absl::Duration timeout) {
+absl::StatusOr<std::vector<UniqueFd>> Descriptors(const Opening& opening,
+                                                  const std::string& socket_path,
+                                                  const std::string& host_id,
+                                                  absl::Duration timeout) {
   if (host_id != HostId()) return Refused(PathRefusal::kOtherHost, "the daemon is on another host");
   DescriptorRequest request;
   request.incarnation = opening.ids.incarnation;
@@ -101,15 +104,17 @@ absl::StatusOr<std::unique_ptr<Fetcher>> OpenPeer(const Opening& opening, absl::
     return Refused(PathRefusal::kNotOffered, "the daemon does not offer it");
   }
   if (!opening.place.on_gpu()) {
-    return Refused(PathRefusal::kNoGpu, absl::StrCat("this worker has no GPU, and the arena is on GPU ",
-                                                     offer.peer().gpu_uuid(), ": set ClientOptions::gpu"));
+    return Refused(PathRefusal::kNoGpu,
+                   absl::StrCat("this worker has no GPU, and the arena is on GPU ",
+                                offer.peer().gpu_uuid(), ": set ClientOptions::gpu"));
   }
 #if KVD_CUDA
   KVD_ASSIGN_OR_RETURN(
       std::vector<UniqueFd> descriptors,
       Descriptors(opening, offer.peer().socket_path(), offer.peer().host_id(), timeout));
-  KVD_ASSIGN_OR_RETURN(std::unique_ptr<ArenaMemory> memory,
-                       ArenaMemory::MapGpu(opening.shape, std::move(descriptors), opening.place.gpu));
+  KVD_ASSIGN_OR_RETURN(
+      std::unique_ptr<ArenaMemory> memory,
+      ArenaMemory::MapGpu(opening.shape, std::move(descriptors), opening.place.gpu));
   return PeerFetcher::Make(std::move(memory));
 #else
   (void)timeout;
@@ -118,12 +123,14 @@ absl::StatusOr<std::unique_ptr<Fetcher>> OpenPeer(const Opening& opening, absl::
 }
 
 // For a worker with a GPU: what delivers to the host goes on from there.
-absl::StatusOr<std::unique_ptr<Fetcher>> ToPlace(const Opening& opening, std::unique_ptr<Fetcher> fetcher) {
+absl::StatusOr<std::unique_ptr<Fetcher>> ToPlace(const Opening& opening,
+                                                 std::unique_ptr<Fetcher> fetcher) {
   if (!opening.place.on_gpu()) return fetcher;
   return StagedFetcher::Make(std::move(fetcher), opening.shape, opening.place);
 }
 
-absl::StatusOr<std::unique_ptr<Fetcher>> OpenShared(const Opening& opening, absl::Duration timeout) {
+absl::StatusOr<std::unique_ptr<Fetcher>> OpenShared(const Opening& opening,
+                                                    absl::Duration timeout) {
   const locks_kvd::v1::AttachReply& offer = opening.offer;
   if (!offer.has_shared()) {
     return Refused(PathRefusal::kNotOffered,
@@ -150,10 +157,12 @@ absl::Status CheckUcx(const Opening& opening) {
 }
 
 // Units go to `place`: the host, or the worker's own.
-absl::StatusOr<std::unique_ptr<UcxFetcher>> ConnectUcx(const Opening& opening, const MemoryPlace& place,
+absl::StatusOr<std::unique_ptr<UcxFetcher>> ConnectUcx(const Opening& opening,
+                                                       const MemoryPlace& place,
                                                        absl::Duration timeout) {
-  return UcxFetcher::Connect(opening.ucx, opening.offer.ucx().worker_address(), opening.ids.incarnation, opening.ids.token,
-                             opening.shape.slot, timeout, place);
+  return UcxFetcher::Connect(opening.ucx, opening.offer.ucx().worker_address(),
+                             opening.ids.incarnation, opening.ids.token, opening.shape.slot,
+                             timeout, place);
 }
 
 // The canary's units in `buffer`, in order, are those that `incarnation` determines.
@@ -174,19 +183,22 @@ class Canary {
     const SlotLayout& slot = opening.shape.slot;
     const size_t count = std::min(slot.num_units(), kCanaryUnits);
     canary.bytes_.resize(count * slot.unit_bytes);
-    KVD_ASSIGN_OR_RETURN(canary.landing_, PlacedBytes::Make(opening.place, canary.bytes_.size(), "canary"));
+    KVD_ASSIGN_OR_RETURN(canary.landing_,
+                         PlacedBytes::Make(opening.place, canary.bytes_.size(), "canary"));
     canary.valid_.resize(count);
     const auto heads = static_cast<size_t>(slot.shard_heads);
     for (size_t i = 0; i < count; ++i) {
-      canary.entries_.push_back({opening.offer.arena().canary_slot(), static_cast<uint16_t>(i / heads),
-                                 static_cast<uint16_t>(i % heads), kCanaryGeneration});
+      canary.entries_.push_back({opening.offer.arena().canary_slot(),
+                                 static_cast<uint16_t>(i / heads), static_cast<uint16_t>(i % heads),
+                                 kCanaryGeneration});
       canary.destinations_.push_back(canary.landing_.data() + i * slot.unit_bytes);
     }
     return canary;
   }
 
   // The seconds that one fetch took.
-  absl::StatusOr<double> Fetch(Fetcher& fetcher, const Incarnation& incarnation, absl::Duration timeout) {
+  absl::StatusOr<double> Fetch(Fetcher& fetcher, const Incarnation& incarnation,
+                               absl::Duration timeout) {
     std::fill(bytes_.begin(), bytes_.end(), uint8_t{0});
     KVD_RETURN_IF_ERROR(CopyBytes(landing_.place(), landing_.data(), bytes_.data(), bytes_.size()));
     FetchList list;
@@ -198,10 +210,11 @@ class Canary {
     fetcher.Start(list);
     fetcher.Wait(list);
     const double seconds = absl::ToDoubleSeconds(absl::Now() - start);
-    if (list.code != absl::StatusCode::kOk) return absl::Status(list.code, "the canary fetch failed");
+    if (list.code != absl::StatusCode::kOk)
+      return absl::Status(list.code, "the canary fetch failed");
     if (list.num_valid != static_cast<int64_t>(entries_.size())) {
-      return absl::DataLossError(
-          absl::StrCat("the canary fetch delivered ", list.num_valid, " of ", entries_.size(), " units"));
+      return absl::DataLossError(absl::StrCat("the canary fetch delivered ", list.num_valid, " of ",
+                                              entries_.size(), " units"));
     }
     KVD_RETURN_IF_ERROR(CopyBytes(landing_.place(), bytes_.data(), landing_.data(), bytes_.size()));
     if (!CanaryIsRight(bytes_, incarnation)) {
@@ -219,27 +232,29 @@ class Canary {
   std::vector<uint8_t> valid_;
 };
 
-absl::Status ProveByCanary(Fetcher& fetcher, const Opening& opening, absl::Duration timeout, PathReport& report) {
+absl::Status ProveByCanary(Fetcher& fetcher, const Opening& opening, absl::Duration timeout,
+                           PathReport& report) {
   KVD_ASSIGN_OR_RETURN(Canary canary, Canary::Make(opening));
-  // The first fetch also pays for connections and page faults; the second is the measured one. A mapped path gets a
-  // third, since a moment's delay would cost it its place.
+  // The first fetch also pays for connections and page faults; the second is the measured one. A
+  // mapped path gets a third, since a moment's delay would cost it its place.
   const bool has_floor = fetcher.path() == PathKind::kPeer;
   report.canary_seconds = std::numeric_limits<double>::infinity();
   for (int round = 0; round < (has_floor ? 3 : 2); ++round) {
-    KVD_ASSIGN_OR_RETURN(const double seconds, canary.Fetch(fetcher, opening.ids.incarnation, timeout));
+    KVD_ASSIGN_OR_RETURN(const double seconds,
+                         canary.Fetch(fetcher, opening.ids.incarnation, timeout));
     if (round > 0) report.canary_seconds = std::min(report.canary_seconds, seconds);
   }
   report.canary_bytes_per_second = canary.num_bytes() / std::max(report.canary_seconds, 1e-9);
   if (has_floor && report.canary_seconds > canary.num_bytes() / kPeerFloor + 1e-3) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the canary came at ", report.canary_bytes_per_second / 1e9, " GB/s, expected at least ",
-                     kPeerFloor / 1e9, ": look at the link between the GPUs (nvidia-smi topo -m)"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the canary came at ", report.canary_bytes_per_second / 1e9, " GB/s, expected at least ",
+        kPeerFloor / 1e9, ": look at the link between the GPUs (nvidia-smi topo -m)"));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<ChosenPath> Prove(PathKind path, const Opening& opening, std::unique_ptr<Fetcher> fetcher,
-                                 absl::Duration timeout) {
+absl::StatusOr<ChosenPath> Prove(PathKind path, const Opening& opening,
+                                 std::unique_ptr<Fetcher> fetcher, absl::Duration timeout) {
   ChosenPath chosen;
   chosen.report.path = path;
   KVD_RETURN_IF_ERROR(ProveByCanary(*fetcher, opening, timeout, chosen.report));
@@ -247,33 +262,40 @@ absl::StatusOr<ChosenPath> Prove(PathKind path, const Opening& opening, std::uni
   return chosen;
 }
 
-// Why UCX cannot bring units from the daemon's GPU memory straight into this worker's; empty: it may.
+// Why UCX cannot bring units from the daemon's GPU memory straight into this worker's; empty: it
+// may.
 std::string WhyNotBetweenGpus(const Opening& opening) {
   const std::string& host = opening.offer.ucx().gpu_host_id();
   if (host.empty()) return "the daemon's UCX does not send from GPU memory";
   if (host != HostId()) return "the daemon is on another host";
-  if (!opening.ucx->has_gpu_memory()) return absl::StrCat("UCX ", UcxWorker::Version(), " has no CUDA in this process");
+  if (!opening.ucx->has_gpu_memory())
+    return absl::StrCat("UCX ", UcxWorker::Version(), " has no CUDA in this process");
   return "";
 }
 
 // The ucx path between the GPU memories.
 absl::StatusOr<ChosenPath> OpenBetweenGpus(const Opening& opening, absl::Duration timeout) {
-  KVD_ASSIGN_OR_RETURN(std::unique_ptr<UcxFetcher> fetcher, ConnectUcx(opening, opening.place, timeout));
+  KVD_ASSIGN_OR_RETURN(std::unique_ptr<UcxFetcher> fetcher,
+                       ConnectUcx(opening, opening.place, timeout));
   const UcxFetcher& ucx = *fetcher;
   KVD_ASSIGN_OR_RETURN(std::unique_ptr<Fetcher> staged, ToPlace(opening, std::move(fetcher)));
-  KVD_ASSIGN_OR_RETURN(ChosenPath chosen, Prove(PathKind::kUcx, opening, std::move(staged), timeout));
-  if (ucx.num_gpu_pieces() == 0) return absl::ResourceExhaustedError("the daemon had no GPU memory free to send from");
+  KVD_ASSIGN_OR_RETURN(ChosenPath chosen,
+                       Prove(PathKind::kUcx, opening, std::move(staged), timeout));
+  if (ucx.num_gpu_pieces() == 0)
+    return absl::ResourceExhaustedError("the daemon had no GPU memory free to send from");
   return chosen;
 }
 
-// To a GPU, what is better depends on what UCX finds between the two processes (cuda_ipc, or TCP with copies of its own,
-// which collapses with large pieces), and it does not say which: the canary tells.
+// To a GPU, what is better depends on what UCX finds between the two processes (cuda_ipc, or TCP
+// with copies of its own, which collapses with large pieces), and it does not say which: the canary
+// tells.
 absl::StatusOr<ChosenPath> OpenUcx(const Opening& opening, absl::Duration timeout) {
   const absl::Time deadline = absl::Now() + timeout;
   KVD_RETURN_IF_ERROR(CheckUcx(opening));
   KVD_ASSIGN_OR_RETURN(std::unique_ptr<Fetcher> fetcher, ConnectUcx(opening, {}, timeout));
   KVD_ASSIGN_OR_RETURN(fetcher, ToPlace(opening, std::move(fetcher)));
-  KVD_ASSIGN_OR_RETURN(ChosenPath staged, Prove(PathKind::kUcx, opening, std::move(fetcher), deadline - absl::Now()));
+  KVD_ASSIGN_OR_RETURN(ChosenPath staged,
+                       Prove(PathKind::kUcx, opening, std::move(fetcher), deadline - absl::Now()));
   if (!opening.place.on_gpu()) return staged;
   const auto rate = [](const ChosenPath& path) {
     return absl::StrFormat("%.2f GB/s", path.report.canary_bytes_per_second / 1e9);
@@ -288,15 +310,18 @@ absl::StatusOr<ChosenPath> OpenUcx(const Opening& opening, absl::Duration timeou
   if (!straight.ok()) {
     // It may have cost the connection: the next session of this process does not try it again.
     if (!absl::IsResourceExhausted(straight.status())) opening.ucx->LeaveGpuMemory();
-    staged.report.memory =
-        absl::StrCat("through pinned memory: between GPU memories: ", absl::string_view(straight.status().message()));
+    staged.report.memory = absl::StrCat("through pinned memory: between GPU memories: ",
+                                        absl::string_view(straight.status().message()));
     return staged;
   }
   const std::string rates =
-      absl::StrCat("the canary came at ", rate(staged), " through pinned memory, ", rate(*straight), " between GPU memories");
-  const bool slower = straight->report.canary_seconds > kClearlySlower * staged.report.canary_seconds;
+      absl::StrCat("the canary came at ", rate(staged), " through pinned memory, ", rate(*straight),
+                   " between GPU memories");
+  const bool slower =
+      straight->report.canary_seconds > kClearlySlower * staged.report.canary_seconds;
   ChosenPath& better = slower ? staged : *straight;
-  better.report.memory = absl::StrCat(slower ? "through pinned memory: " : "between GPU memories: ", rates);
+  better.report.memory =
+      absl::StrCat(slower ? "through pinned memory: " : "between GPU memories: ", rates);
   return std::move(better);
 }
 
@@ -304,8 +329,9 @@ absl::StatusOr<ChosenPath> OpenUcx(const Opening& opening, absl::Duration timeou
 absl::StatusOr<ChosenPath> Open(PathKind path, const Opening& opening, absl::Duration timeout) {
   if (path == PathKind::kUcx) return OpenUcx(opening, timeout);
   const absl::Time deadline = absl::Now() + timeout;
-  KVD_ASSIGN_OR_RETURN(std::unique_ptr<Fetcher> fetcher,
-                       path == PathKind::kPeer ? OpenPeer(opening, timeout) : OpenShared(opening, timeout));
+  KVD_ASSIGN_OR_RETURN(std::unique_ptr<Fetcher> fetcher, path == PathKind::kPeer
+                                                             ? OpenPeer(opening, timeout)
+                                                             : OpenShared(opening, timeout));
   return Prove(path, opening, std::move(fetcher), deadline - absl::Now());
 }
 
@@ -354,14 +380,16 @@ absl::string_view PathRefusalName(PathRefusal reason) {
   return "failed";
 }
 
-absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, const ArenaShape& shape,
-                                      UcxWorker* ucx, const PathOptions& options) {
+absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer,
+                                      const ArenaShape& shape, UcxWorker* ucx,
+                                      const PathOptions& options) {
   KVD_ASSIGN_OR_RETURN(const SessionIds ids, IdsOf(offer.session()));
   if (offer.arena().canary_slot() >= shape.num_slots) {
     return absl::InvalidArgumentError("attach reply: the canary slot is outside the arena");
   }
   const absl::Time deadline = absl::Now() + options.timeout;
-  const Opening opening = {offer, ids, shape, options.gpu >= 0 ? OnGpu(options.gpu) : MemoryPlace{}, ucx};
+  const Opening opening = {offer, ids, shape, options.gpu >= 0 ? OnGpu(options.gpu) : MemoryPlace{},
+                           ucx};
   std::vector<std::string> rejected;
   std::vector<std::pair<PathKind, PathRefusal>> refusals;
   for (const PathKind path : {PathKind::kPeer, PathKind::kShared, PathKind::kUcx}) {

@@ -1,8 +1,8 @@
 // Chooses how a session's fetches travel, and proves it before it is used.
 //
-// Why: a silently slower path is the most common complaint about other stores. The choice is made once, at
-// attach, by a canary fetch (right content, measured rate), reported with the reason why a better path is
-// not possible, and refused if the caller requires a better one.
+// Why: a silently slower path is the most common complaint about other stores. The choice is made
+// once, at attach, by a canary fetch (right content, measured rate), reported with the reason why a
+// better path is not possible, and refused if the caller requires a better one.
 
 #ifndef LOCKS_KVD_CLIENT_PATH_H_
 #define LOCKS_KVD_CLIENT_PATH_H_
@@ -38,7 +38,8 @@ absl::string_view PathRefusalName(PathRefusal reason);  // "host_memory", ...
 
 struct PathReport {
   PathKind path;
-  // Of ucx to a worker with a GPU: through which memory, and why or how much faster that is; else empty.
+  // Of ucx to a worker with a GPU: through which memory, and why or how much faster that is; else
+  // empty.
   std::string memory;
   double canary_bytes_per_second = 0;
   double canary_seconds = 0;
@@ -55,19 +56,23 @@ struct ChosenPath {
 inline constexpr double kPeerFloor = 1e9;
 
 struct PathOptions {
-  std::optional<PathKind> required;  // refuse anything slower: kFailedPrecondition says why it is impossible
-  std::optional<PathKind> best;      // try nothing faster: to measure or test a path that is not the best one
+  std::optional<PathKind>
+      required;  // refuse anything slower: kFailedPrecondition says why it is impossible
+  std::optional<PathKind>
+      best;  // try nothing faster: to measure or test a path that is not the best one
   absl::Duration timeout = absl::Seconds(5);
   int gpu = -1;  // the worker's, CUDA ordinal: where units are delivered to; -1: to host memory
 };
 
-// Tries peer, then shared, then ucx (`ucx` null: no UCX in this process), each proved by a fetch of the canary slot to
-// where the worker's units go; to a GPU, shared goes through staging memory, and ucx too unless it can go between the GPU
-// memories and its canary is then not clearly slower. A peer path that is slower than
-// kPeerFloor is refused: something else than NVLink or PCIe carries it. Blocking: up to the timeout. Errors:
-// kFailedPrecondition if no allowed path works, with every reason; kDataLoss if a path delivered wrong canary bytes.
-absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer, const ArenaShape& shape,
-                                      UcxWorker* ucx, const PathOptions& options);
+// Tries peer, then shared, then ucx (`ucx` null: no UCX in this process), each proved by a fetch of
+// the canary slot to where the worker's units go; to a GPU, shared goes through staging memory, and
+// ucx too unless it can go between the GPU memories and its canary is then not clearly slower. A
+// peer path that is slower than kPeerFloor is refused: something else than NVLink or PCIe carries
+// it. Blocking: up to the timeout. Errors: kFailedPrecondition if no allowed path works, with every
+// reason; kDataLoss if a path delivered wrong canary bytes.
+absl::StatusOr<ChosenPath> ChoosePath(const locks_kvd::v1::AttachReply& offer,
+                                      const ArenaShape& shape, UcxWorker* ucx,
+                                      const PathOptions& options);
 
 }  // namespace kvd
 

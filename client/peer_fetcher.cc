@@ -27,7 +27,8 @@ using Clock = std::chrono::steady_clock;
 
 // Units of one launch; a longer list goes in several. Also the size of a slot's lists.
 constexpr size_t kLaunchUnits = 8192;
-// A waiting thread looks this long before it sleeps between looks: most gathers take tens of microseconds.
+// A waiting thread looks this long before it sleeps between looks: most gathers take tens of
+// microseconds.
 constexpr auto kSpin = std::chrono::microseconds(200);
 constexpr auto kNap = std::chrono::microseconds(20);
 // Slots whose summaries are copied to the host between two looks at the clock.
@@ -97,7 +98,8 @@ absl::Status PeerFetcher::Impl::MakeArena() {
   for (uint32_t slab = 0; slab < shape.num_slabs(); ++slab) {
     bases.push_back(memory->slot_base(slab * shape.slots_per_slab));
   }
-  KVD_ASSIGN_OR_RETURN(slabs, PlacedArray<const uint8_t*>::Make(OnGpu(gpu), bases.size(), "table of slabs"));
+  KVD_ASSIGN_OR_RETURN(
+      slabs, PlacedArray<const uint8_t*>::Make(OnGpu(gpu), bases.size(), "table of slabs"));
   KVD_RETURN_IF_ERROR(CopyBytes(OnGpu(gpu), slabs.data(), bases.data(), slabs.num_bytes()));
   arena = {slabs.data(), memory->header(0), lost_word, shape.num_slots, shape.slots_per_slab};
   return absl::OkStatus();
@@ -106,21 +108,29 @@ absl::Status PeerFetcher::Impl::MakeArena() {
 absl::Status PeerFetcher::Impl::MakeSlots() {
   int least = 0;
   int greatest = 0;
-  KVD_RETURN_IF_ERROR(GpuStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peer fetcher"));
+  KVD_RETURN_IF_ERROR(
+      GpuStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peer fetcher"));
   for (ListSlot& slot : slots) {
-    KVD_ASSIGN_OR_RETURN(slot.units, PlacedArray<GatherUnit>::MakePinned(kLaunchUnits, "lists of units"));
-    KVD_ASSIGN_OR_RETURN(slot.valid, PlacedArray<uint8_t>::MakePinned(kLaunchUnits, "lists of units"));
+    KVD_ASSIGN_OR_RETURN(slot.units,
+                         PlacedArray<GatherUnit>::MakePinned(kLaunchUnits, "lists of units"));
+    KVD_ASSIGN_OR_RETURN(slot.valid,
+                         PlacedArray<uint8_t>::MakePinned(kLaunchUnits, "lists of units"));
     // Ahead of what computes there: a step waits for it, and it is short.
     KVD_RETURN_IF_ERROR(
-        GpuStatus(cudaStreamCreateWithPriority(&slot.stream, cudaStreamNonBlocking, greatest), "peer fetcher"));
+        GpuStatus(cudaStreamCreateWithPriority(&slot.stream, cudaStreamNonBlocking, greatest),
+                  "peer fetcher"));
     free_slots.Give(&slot);
   }
-  KVD_ASSIGN_OR_RETURN(summary_headers, PlacedArray<PageHeader>::MakePinned(kSummaryBatch, "headers"));
-  return GpuStatus(cudaStreamCreateWithFlags(&summary_stream, cudaStreamNonBlocking), "peer fetcher");
+  KVD_ASSIGN_OR_RETURN(summary_headers,
+                       PlacedArray<PageHeader>::MakePinned(kSummaryBatch, "headers"));
+  return GpuStatus(cudaStreamCreateWithFlags(&summary_stream, cudaStreamNonBlocking),
+                   "peer fetcher");
 }
 
-absl::StatusOr<std::unique_ptr<PeerFetcher>> PeerFetcher::Make(std::unique_ptr<const ArenaMemory> memory) {
-  auto fetcher = std::unique_ptr<PeerFetcher>(new PeerFetcher(std::make_unique<Impl>(std::move(memory))));
+absl::StatusOr<std::unique_ptr<PeerFetcher>> PeerFetcher::Make(
+    std::unique_ptr<const ArenaMemory> memory) {
+  auto fetcher =
+      std::unique_ptr<PeerFetcher>(new PeerFetcher(std::make_unique<Impl>(std::move(memory))));
   Impl& impl = *fetcher->impl_;
   const GpuScope scope(impl.gpu);
   KVD_RETURN_IF_ERROR(GpuStatus(scope.error(), "peer fetcher"));
@@ -133,7 +143,8 @@ absl::StatusOr<std::unique_ptr<PeerFetcher>> PeerFetcher::Make(std::unique_ptr<c
 PeerFetcher::PeerFetcher(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 PeerFetcher::~PeerFetcher() {
-  // A failure means that the context is gone, and all of this with it. The mapping waits for the whole GPU.
+  // A failure means that the context is gone, and all of this with it. The mapping waits for the
+  // whole GPU.
   const GpuScope scope(impl_->gpu);
   for (ListSlot& slot : impl_->slots) {
     if (slot.stream == nullptr) continue;
@@ -143,20 +154,21 @@ PeerFetcher::~PeerFetcher() {
   if (impl_->summary_stream != nullptr) (void)cudaStreamDestroy(impl_->summary_stream);
 }
 
-// --- units --------------------------------------------------------------------------------------------
+// --- units ---------------------------------------------------------------------------------------
 
 void PeerFetcher::Impl::Enqueue(ListSlot& slot, FetchList& list, size_t first) {
   slot.first = first;
   slot.count = std::min(kLaunchUnits, list.entries.size() - first);
   for (size_t i = 0; i < slot.count; ++i) {
     const FetchEntry& entry = list.entries[first + i];
-    slot.units[i] = {memory->unit(entry.slot, entry.layer, entry.head), memory->header(entry.slot), entry.generation,
-                     list.destinations[first + i]};
+    slot.units[i] = {memory->unit(entry.slot, entry.layer, entry.head), memory->header(entry.slot),
+                     entry.generation, list.destinations[first + i]};
   }
   const GpuScope scope(gpu);
   const size_t unit_bytes = memory->shape().slot.unit_bytes;
-  if (!Good(scope.error()) || !Good(LaunchGatherUnits(slot.units.data(), static_cast<int64_t>(slot.count), unit_bytes,
-                                                      slot.valid.data(), slot.stream))) {
+  if (!Good(scope.error()) ||
+      !Good(LaunchGatherUnits(slot.units.data(), static_cast<int64_t>(slot.count), unit_bytes,
+                              slot.valid.data(), slot.stream))) {
     list.code = absl::StatusCode::kUnavailable;
     return;
   }
@@ -199,21 +211,25 @@ void PeerFetcher::Impl::Begin(ListSlot& slot, FetchList& list, Clock::time_point
 
 void PeerFetcher::Start(FetchList& list) {
   if (impl_->Refuse(list) || list.entries.empty()) return;
-  impl_->free_slots.StartIn(list, [&](ListSlot& slot, Clock::time_point deadline) { impl_->Begin(slot, list, deadline); });
+  impl_->free_slots.StartIn(list, [&](ListSlot& slot, Clock::time_point deadline) {
+    impl_->Begin(slot, list, deadline);
+  });
 }
 
 void PeerFetcher::Wait(FetchList& list) {
   ListSlot* slot = impl_->free_slots.TakeBack(
-      list, [&](ListSlot& free, Clock::time_point deadline) { impl_->Begin(free, list, deadline); });
+      list,
+      [&](ListSlot& free, Clock::time_point deadline) { impl_->Begin(free, list, deadline); });
   if (slot == nullptr) return;
   impl_->Finish(*slot, list);
   impl_->free_slots.Give(slot);
   if (impl_->is_lost()) AbortList(list);
 }
 
-// --- records ------------------------------------------------------------------------------------------
+// --- records -------------------------------------------------------------------------------------
 
-// Each slot's records and then, behind them in stream order, its header: what the header says held after the copy.
+// Each slot's records and then, behind them in stream order, its header: what the header says held
+// after the copy.
 void PeerFetcher::FetchSummaries(FetchList& list) {
   if (impl_->Refuse(list)) return;
   const ArenaMemory& memory = *impl_->memory;
@@ -232,15 +248,17 @@ void PeerFetcher::FetchSummaries(FetchList& list) {
       const uint32_t slot = list.entries[first + i].slot;
       good = impl_->Good(cudaMemcpyAsync(list.destinations[first + i], memory.summary(slot), bytes,
                                          cudaMemcpyDeviceToHost, impl_->summary_stream)) &&
-             impl_->Good(cudaMemcpyAsync(&impl_->summary_headers[i], memory.header(slot), sizeof(PageHeader),
-                                         cudaMemcpyDeviceToHost, impl_->summary_stream));
+             impl_->Good(cudaMemcpyAsync(&impl_->summary_headers[i], memory.header(slot),
+                                         sizeof(PageHeader), cudaMemcpyDeviceToHost,
+                                         impl_->summary_stream));
     }
     good = impl_->Good(cudaStreamSynchronize(impl_->summary_stream)) && good;
     for (size_t i = 0; i < count && good; ++i) {
       const PageHeader& header = impl_->summary_headers[i];
       const uint64_t generation = list.entries[first + i].generation;
       uint8_t* records = list.destinations[first + i];
-      const bool valid = generation % 2 == 0 && header.generation.load(std::memory_order_relaxed) == generation &&
+      const bool valid = generation % 2 == 0 &&
+                         header.generation.load(std::memory_order_relaxed) == generation &&
                          Checksum64(records, bytes) == header.summary_checksum;
       if (!valid) std::memset(records, 0, bytes);
       list.valid[first + i] = valid ? 1 : 0;
@@ -268,7 +286,8 @@ void PeerFetcher::StoreRecords(RecordList& list) {
       list, 0, list.entries.size(),
       [&](size_t i) {
         const RecordList::Entry& entry = list.entries[i];
-        return SlotRecords{memory.summary(entry.slot), memory.header(entry.slot), entry.generation, 0, 0, 0};
+        return SlotRecords{
+            memory.summary(entry.slot), memory.header(entry.slot), entry.generation, 0, 0, 0};
       },
       DeadlineOf(list.deadline));
   list.code = status.code();
@@ -279,11 +298,13 @@ void PeerFetcher::StoreRecords(RecordList& list) {
   if (impl_->is_lost()) clear(absl::StatusCode::kAborted);
 }
 
-// --- the rest -----------------------------------------------------------------------------------------
+// --- the rest ------------------------------------------------------------------------------------
 
 bool PeerFetcher::failed() const { return impl_->broken.load(std::memory_order_relaxed); }
 
-void PeerFetcher::Shutdown() { std::atomic_ref(*impl_->lost_word).store(1, std::memory_order_release); }
+void PeerFetcher::Shutdown() {
+  std::atomic_ref(*impl_->lost_word).store(1, std::memory_order_release);
+}
 
 const PeerArena& PeerFetcher::arena() const { return impl_->arena; }
 const ArenaMemory& PeerFetcher::memory() const { return *impl_->memory; }

@@ -112,7 +112,8 @@ absl::StatusOr<std::unique_ptr<Pool>> Pool::Make(const ClientOptions* options,
                                                  const WorkerShape* shape, UcxWorker* ucx) {
   auto pool = std::unique_ptr<Pool>(new Pool(options, shape, ucx));
   MembershipOptions members;
-  for (const std::string& address : options->daemons) members.static_members.push_back({"", address, 1});
+  for (const std::string& address : options->daemons)
+    members.static_members.push_back({"", address, 1});
   members.file = options->members_file;
   members.dns_name = options->members_dns;
   members.poll = options->members_poll;
@@ -121,7 +122,8 @@ absl::StatusOr<std::unique_ptr<Pool>> Pool::Make(const ClientOptions* options,
   callbacks.on_change = [p = pool.get()](const std::shared_ptr<const MembershipView>& view) {
     const std::vector<PoolChannel*> fresh = p->Follow(*view);
     // A member that is not there yet is tried again by its channel.
-    RunInParallel(static_cast<int>(fresh.size()), [&](int i) { (void)fresh[static_cast<size_t>(i)]->Start(); });
+    RunInParallel(static_cast<int>(fresh.size()),
+                  [&](int i) { (void)fresh[static_cast<size_t>(i)]->Start(); });
   };
   callbacks.on_problem = [options](const absl::Status& problem) {
     if (options->on_event) {
@@ -155,9 +157,10 @@ std::vector<PoolChannel*> Pool::Follow(const MembershipView& view) {
   std::vector<PoolChannel*> fresh;
   std::vector<MemberState> next;
   for (const Member& member : view.members) {
-    const auto known = std::find_if(members_.begin(), members_.end(), [&](const MemberState& state) {
-      return state.member.name == member.name && state.member.address == member.address;
-    });
+    const auto known =
+        std::find_if(members_.begin(), members_.end(), [&](const MemberState& state) {
+          return state.member.name == member.name && state.member.address == member.address;
+        });
     if (known != members_.end()) {
       next.push_back({known->daemon, member});
       continue;
@@ -244,8 +247,8 @@ struct Pool::DaemonMatch {
 };
 
 // Asks for pages [at, end) of the daemon's list; `found`: how many of them are resident.
-absl::Status Pool::MatchRun(DaemonMatch& match, std::span<const PlacedPage> pages, size_t at, size_t end, bool each,
-                            size_t* found) {
+absl::Status Pool::MatchRun(DaemonMatch& match, std::span<const PlacedPage> pages, size_t at,
+                            size_t end, bool each, size_t* found) {
   const auto shards = static_cast<size_t>(shape_.num_shards());
   locks_kvd::v1::MatchRequest request;
   request.set_request_id(RandomId());
@@ -260,7 +263,8 @@ absl::Status Pool::MatchRun(DaemonMatch& match, std::span<const PlacedPage> page
       const auto reply,
       channel(match.attachment->daemon).Match(*match.attachment, std::move(request)));
   *found = reply.num_pages();
-  const bool fits = *found <= end - at && static_cast<size_t>(reply.slots_size()) == *found * shards &&
+  const bool fits = *found <= end - at &&
+                    static_cast<size_t>(reply.slots_size()) == *found * shards &&
                     static_cast<size_t>(reply.generations_size()) == *found * shards &&
                     static_cast<size_t>(reply.pages_size()) == (each ? *found : 0);
   for (size_t n = 0; fits && n < *found; ++n) {
@@ -276,8 +280,8 @@ absl::Status Pool::MatchRun(DaemonMatch& match, std::span<const PlacedPage> page
   const auto num_taken = std::count(first, first + static_cast<ptrdiff_t>(end - at), uint8_t{1});
   if (fits && static_cast<size_t>(num_taken) == *found) return absl::OkStatus();
   std::fill(first, first + static_cast<ptrdiff_t>(end - at), uint8_t{0});
-  return absl::InternalError(
-      absl::StrCat("match at ", match.attachment->address, ": malformed reply of ", *found, " pages"));
+  return absl::InternalError(absl::StrCat("match at ", match.attachment->address,
+                                          ": malformed reply of ", *found, " pages"));
 }
 
 absl::Status Pool::MatchAt(DaemonMatch& match, std::span<const PlacedPage> pages, bool each) {
@@ -299,9 +303,10 @@ struct Pool::MatchState {
   std::map<int, std::shared_lock<std::shared_mutex>> leasing;
 };
 
-// Asks the daemon of rank `rank` among each missing page's holders. False if nobody is left to be asked.
-bool Pool::AskHolders(const PoolView& view, std::span<const PlacedPage> pages, size_t rank, bool each,
-                      MatchMode mode, MatchState* state) {
+// Asks the daemon of rank `rank` among each missing page's holders. False if nobody is left to be
+// asked.
+bool Pool::AskHolders(const PoolView& view, std::span<const PlacedPage> pages, size_t rank,
+                      bool each, MatchMode mode, MatchState* state) {
   MatchedPages& result = state->result;
   std::map<int, DaemonMatch> matches;
   std::vector<int> holders;  // of the stripe of `word`
@@ -319,7 +324,8 @@ bool Pool::AskHolders(const PoolView& view, std::span<const PlacedPage> pages, s
   std::vector<DaemonMatch*> asked;
   for (auto& [daemon, match] : matches) {
     match.attachment = view.attachments[static_cast<size_t>(daemon)];
-    if (!state->leasing.contains(daemon)) state->leasing.emplace(daemon, match.attachment->leases.Leasing());
+    if (!state->leasing.contains(daemon))
+      state->leasing.emplace(daemon, match.attachment->leases.Leasing());
     asked.push_back(&match);
   }
   RunInParallel(static_cast<int>(asked.size()), [&](int i) {
@@ -356,7 +362,8 @@ absl::StatusOr<MatchedPages> Pool::Match(const PoolView& view, std::span<const P
     if (!each) break;
   }
   if (each && IsDaemonLoss(result.problem)) {
-    // A former owner may have ended between the questions, after its pages had moved to owners asked before it.
+    // A former owner may have ended between the questions, after its pages had moved to owners
+    // asked before it.
     for (size_t rank = 0; AskHolders(view, pages, rank, each, mode, &state); ++rank) {
     }
   }

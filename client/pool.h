@@ -1,10 +1,11 @@
 // The daemons of a pool together: placement over those that live, and calls to all at once.
 //
-// Placement is over the members of the pool that are attached and not draining: a dead daemon's share moves to the
-// others at once (rendezvous hashing moves nothing else), so that its pages can be put again. Pages that a
-// member joining or leaving has moved to another owner are looked for there, and for placement_grace also at their
-// former owner, which serves them until the new one has published them (guarantee G8). A member that leaves the view
-// gets no new pages at once. Daemons are numbered as they are first seen; a number is never used again.
+// Placement is over the members of the pool that are attached and not draining: a dead daemon's
+// share moves to the others at once (rendezvous hashing moves nothing else), so that its pages can
+// be put again. Pages that a member joining or leaving has moved to another owner are looked for
+// there, and for placement_grace also at their former owner, which serves them until the new one
+// has published them (guarantee G8). A member that leaves the view gets no new pages at once.
+// Daemons are numbered as they are first seen; a number is never used again.
 // Thread safety: safe.
 
 #ifndef LOCKS_KVD_CLIENT_POOL_H_
@@ -71,7 +72,8 @@ struct PlacedDaemons {
 
 // The pool at one moment.
 struct PoolView {
-  // [daemons] null: not attached. Those that drain, or have left the view, are here to be read from.
+  // [daemons] null: not attached. Those that drain, or have left the view, are here to be read
+  // from.
   std::vector<std::shared_ptr<Attachment>> attachments;
   std::vector<int> live;              // daemons that pages are placed on
   PlacedDaemons placed;               // over `live`
@@ -83,7 +85,8 @@ struct PoolView {
   std::vector<PlacedPage> Place(std::span<const PageKey> keys) const;
   // One page with its owner, given the key of the first page of its stripe.
   PlacedPage PlaceOne(const PageKey& key, int page_idx, const PageKey& stripe_key) const;
-  // Attached daemons that may hold a page, likeliest first; with `only_live` no draining or former ones.
+  // Attached daemons that may hold a page, likeliest first; with `only_live` no draining or former
+  // ones.
   std::vector<int> Holders(uint64_t word, bool only_live) const;
 };
 
@@ -108,8 +111,9 @@ class Pool {
  public:
   static constexpr int kMaxDaemons = 1024;
 
-  // Starts the channel of every member, in parallel, and follows the membership from then on. Errors as
-  // Membership::Make and PoolChannel::Start; with allow_partial only if no daemon could be attached.
+  // Starts the channel of every member, in parallel, and follows the membership from then on.
+  // Errors as Membership::Make and PoolChannel::Start; with allow_partial only if no daemon could
+  // be attached.
   static absl::StatusOr<std::unique_ptr<Pool>> Make(const ClientOptions* options,
                                                     const WorkerShape* shape, UcxWorker* ucx);
   ~Pool();
@@ -126,7 +130,8 @@ class Pool {
   absl::StatusOr<MatchedPages> Match(const PoolView& view, std::span<const PlacedPage> pages,
                                      MatchMode mode);
 
-  // Detaches from members that left the pool placement_grace ago. To be called now and then. Blocking: up to a second.
+  // Detaches from members that left the pool placement_grace ago. To be called now and then.
+  // Blocking: up to a second.
   void Upkeep();
 
  private:
@@ -149,11 +154,11 @@ class Pool {
       : options_(*options), shape_(*shape), ucx_(ucx) {}
   // Makes channels for members that are new or have another address. Returns them, not started.
   std::vector<PoolChannel*> Follow(const MembershipView& view);
-  bool AskHolders(const PoolView& view, std::span<const PlacedPage> pages, size_t rank, bool each, MatchMode mode,
-                  MatchState* state);
+  bool AskHolders(const PoolView& view, std::span<const PlacedPage> pages, size_t rank, bool each,
+                  MatchMode mode, MatchState* state);
   absl::Status MatchAt(DaemonMatch& match, std::span<const PlacedPage> pages, bool each);
-  absl::Status MatchRun(DaemonMatch& match, std::span<const PlacedPage> pages, size_t at, size_t end, bool each,
-                        size_t* found);
+  absl::Status MatchRun(DaemonMatch& match, std::span<const PlacedPage> pages, size_t at,
+                        size_t end, bool each, size_t* found);
 
   const ClientOptions& options_;
   const WorkerShape& shape_;

@@ -9,9 +9,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "proto/geometry.h"
 #include "proto/grpc_channel.h"
 #include "proto/heartbeat_stream.h"
-#include "proto/geometry.h"
 #include "proto/page_key.h"
 #include "proto/pool.grpc.pb.h"
 #include "proto/status.h"

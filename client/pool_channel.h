@@ -1,10 +1,10 @@
 // One daemon: attaches, keeps the session alive, notices its loss, and attaches again.
 //
-// A session is lost when its stream ends, when a call answers ABORTED, when a data connection fails, or
-// when pings are not answered within the session's TTL. The attachment is then fenced (its fetches end with kAborted,
-// its pages are missing) and a new one is sought with backoff. A daemon that comes back is a
-// stranger: guarantee G3. Thread safety: safe. One thread a channel. Blocking: calls up to
-// control_timeout.
+// A session is lost when its stream ends, when a call answers ABORTED, when a data connection
+// fails, or when pings are not answered within the session's TTL. The attachment is then fenced
+// (its fetches end with kAborted, its pages are missing) and a new one is sought with backoff. A
+// daemon that comes back is a stranger: guarantee G3. Thread safety: safe. One thread a channel.
+// Blocking: calls up to control_timeout.
 
 #ifndef LOCKS_KVD_CLIENT_POOL_CHANNEL_H_
 #define LOCKS_KVD_CLIENT_POOL_CHANNEL_H_

@@ -28,13 +28,13 @@ std::vector<std::vector<size_t>> ByDaemon(std::span<const Request> requests, siz
   return lists;
 }
 
-// --- into a mirror in host memory -------------------------------------------------------------------
+// --- into a mirror in host memory ----------------------------------------------------------------
 
 // Takes the records of one page and shard; false if they are not as they should be.
 using RecordSink = std::function<bool(int page, int shard_pos, const uint8_t* records)>;
 
-// Fetches one shard of one daemon's pages, list by list; clears good[] of those that did not come, or that
-// the sink refused.
+// Fetches one shard of one daemon's pages, list by list; clears good[] of those that did not come,
+// or that the sink refused.
 void FetchShard(Fetcher& fetcher, std::span<const RecordRequest> requests,
                 std::span<const size_t> mine, int shard_pos, absl::Duration timeout,
                 const RecordSink& sink, const WorkerShape& shape, std::vector<uint8_t>& good) {
@@ -59,20 +59,22 @@ void FetchShard(Fetcher& fetcher, std::span<const RecordRequest> requests,
     fetcher.FetchSummaries(list);
     for (size_t i = 0; i < count; ++i) {
       const size_t request = mine[at + i];
-      if (valid[i] == 0 || !sink(requests[request].page, shard_pos, destinations[i])) good[request] = 0;
+      if (valid[i] == 0 || !sink(requests[request].page, shard_pos, destinations[i]))
+        good[request] = 0;
     }
   }
 }
 
-// --- into a mirror on a GPU -------------------------------------------------------------------------
+// --- into a mirror on a GPU ----------------------------------------------------------------------
 
 // The same by the fetcher's own kernels, straight into the mirror.
-void StoreShard(Fetcher& fetcher, std::span<const RecordRequest> requests, std::span<const size_t> mine, int shard_pos,
-                absl::Duration timeout, Mirror& mirror, bool compare_only, const WorkerShape& shape,
-                std::vector<uint8_t>& good) {
-  const size_t per_list = fetcher.peer() != nullptr
-                              ? kMappedList
-                              : std::clamp<size_t>(kListBytes / shape.slot.summary_bytes(), 1, kListUnits);
+void StoreShard(Fetcher& fetcher, std::span<const RecordRequest> requests,
+                std::span<const size_t> mine, int shard_pos, absl::Duration timeout, Mirror& mirror,
+                bool compare_only, const WorkerShape& shape, std::vector<uint8_t>& good) {
+  const size_t per_list =
+      fetcher.peer() != nullptr
+          ? kMappedList
+          : std::clamp<size_t>(kListBytes / shape.slot.summary_bytes(), 1, kListUnits);
   std::vector<RecordList::Entry> entries;
   std::vector<uint8_t> valid(std::min(per_list, mine.size()));
   for (size_t at = 0; at < mine.size(); at += per_list) {
@@ -82,7 +84,8 @@ void StoreShard(Fetcher& fetcher, std::span<const RecordRequest> requests, std::
     for (size_t i = 0; i < count; ++i) {
       const RecordRequest& request = requests[mine[at + i]];
       const SlotRef& slot = request.slots[static_cast<size_t>(shard_pos)];
-      entries.push_back({slot.slot, slot.generation, request.page, shard_pos * shape.slot.shard_heads});
+      entries.push_back(
+          {slot.slot, slot.generation, request.page, shard_pos * shape.slot.shard_heads});
     }
     RecordList list;
     list.entries = entries;
@@ -98,14 +101,15 @@ void StoreShard(Fetcher& fetcher, std::span<const RecordRequest> requests, std::
   }
 }
 
-// --- either -----------------------------------------------------------------------------------------
+// --- either --------------------------------------------------------------------------------------
 
 std::vector<uint8_t> FetchInto(const PoolView& view, std::span<const RecordRequest> requests,
                                absl::Duration timeout, Mirror& mirror, bool compare_only,
                                const WorkerShape& shape) {
   std::vector<uint8_t> good(requests.size(), 1);
   const RecordSink sink = [&](int page, int shard_pos, const uint8_t* records) {
-    return compare_only ? mirror.Equals(page, shard_pos, records) : mirror.Store(page, shard_pos, records).ok();
+    return compare_only ? mirror.Equals(page, shard_pos, records)
+                        : mirror.Store(page, shard_pos, records).ok();
   };
   const auto lists = ByDaemon(requests, view.attachments.size());
   RunInParallel(static_cast<int>(lists.size()), [&](int n) {
@@ -123,18 +127,22 @@ std::vector<uint8_t> FetchInto(const PoolView& view, std::span<const RecordReque
   return good;
 }
 
-// --- units ------------------------------------------------------------------------------------------
+// --- units ---------------------------------------------------------------------------------------
 
-// Where a fetcher that delivers to a GPU puts units that are wanted in host memory: pinned memory, which kernels can
-// write; then they are copied. Unused where destinations are what the fetcher wants.
+// Where a fetcher that delivers to a GPU puts units that are wanted in host memory: pinned memory,
+// which kernels can write; then they are copied. Unused where destinations are what the fetcher
+// wants.
 class Landing {
  public:
-  static absl::StatusOr<Landing> Make(const Attachment& attachment, const uint8_t* destination, size_t count) {
+  static absl::StatusOr<Landing> Make(const Attachment& attachment, const uint8_t* destination,
+                                      size_t count) {
     Landing landing;
-    if (attachment.fetcher->destination_space() == MemorySpace::kHost || !IsHostMemory(destination)) return landing;
+    if (attachment.fetcher->destination_space() == MemorySpace::kHost || !IsHostMemory(destination))
+      return landing;
     KVD_ASSIGN_OR_RETURN(const KvGeometry geometry, FromProto(attachment.reply.arena().geometry()));
     landing.unit_bytes_ = MakeSlotLayout(geometry).unit_bytes;
-    KVD_ASSIGN_OR_RETURN(landing.bytes_, PlacedBytes::MakePinned(count * landing.unit_bytes_, "fetched units"));
+    KVD_ASSIGN_OR_RETURN(landing.bytes_,
+                         PlacedBytes::MakePinned(count * landing.unit_bytes_, "fetched units"));
     return landing;
   }
   uint8_t* place(size_t i, uint8_t* destination) {
@@ -173,9 +181,9 @@ absl::Status FetchUnitsOf(const Attachment& attachment, std::span<const UnitRequ
     attachment.figures->CountFetch(list, attachment.fetcher->path());
     const auto num_valid = std::count(valid.begin(), valid.end(), uint8_t{1});
     if (num_valid != static_cast<ptrdiff_t>(count)) {
-      return absl::UnavailableError(absl::StrCat("fetch from ", attachment.address, ": ", num_valid, " of ", count,
-                                                 " units came (", absl::StatusCodeToString(list.code),
-                                                 "); open the sequence again"));
+      return absl::UnavailableError(absl::StrCat(
+          "fetch from ", attachment.address, ": ", num_valid, " of ", count, " units came (",
+          absl::StatusCodeToString(list.code), "); open the sequence again"));
     }
     for (size_t i = 0; i < count; ++i) landing.Deliver(i, requests[mine[at + i]].destination);
   }
@@ -203,7 +211,8 @@ absl::Status FetchUnits(const PoolView& view, std::span<const UnitRequest> reque
   RunInParallel(static_cast<int>(lists.size()), [&](int n) {
     const std::vector<size_t>& mine = lists[static_cast<size_t>(n)];
     const auto daemon = static_cast<size_t>(requests[mine[0]].daemon);
-    outcomes[static_cast<size_t>(n)] = FetchUnitsOf(*view.attachments[daemon], requests, mine, timeout);
+    outcomes[static_cast<size_t>(n)] =
+        FetchUnitsOf(*view.attachments[daemon], requests, mine, timeout);
   });
   absl::Status status;
   for (const absl::Status& outcome : outcomes) status.Update(outcome);

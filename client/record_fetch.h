@@ -1,9 +1,10 @@
 // Fetches outside of decode steps: records into a mirror, and units into local pages, when a
 // sequence is opened, extended or repaired.
 //
-// Lists are bounded in bytes; all daemons at once; each record proved by its header's generation and checksum
-// (Fetcher::FetchSummaries; StoreRecords where the mirror is on a GPU), each unit by its generation. Thread safety: safe
-// for different destinations. Blocking: up to the timeout for each list.
+// Lists are bounded in bytes; all daemons at once; each record proved by its header's generation
+// and checksum (Fetcher::FetchSummaries; StoreRecords where the mirror is on a GPU), each unit by
+// its generation. Thread safety: safe for different destinations. Blocking: up to the timeout for
+// each list.
 
 #ifndef LOCKS_KVD_CLIENT_RECORD_FETCH_H_
 #define LOCKS_KVD_CLIENT_RECORD_FETCH_H_
@@ -32,7 +33,8 @@ struct RecordRequest {
 std::vector<uint8_t> FetchRecords(const PoolView& view, std::span<const RecordRequest> requests,
                                   absl::Duration timeout, Mirror& mirror, const WorkerShape& shape);
 
-// Answers 1 for each page whose daemon has the very records that are in `mirror`: its bytes are the same.
+// Answers 1 for each page whose daemon has the very records that are in `mirror`: its bytes are the
+// same.
 std::vector<uint8_t> CompareRecords(const PoolView& view, std::span<const RecordRequest> requests,
                                     absl::Duration timeout, Mirror& mirror,
                                     const WorkerShape& shape);
@@ -43,8 +45,8 @@ struct UnitRequest {
   uint8_t* destination;
 };
 
-// Fetches every unit, to destinations that are all in host memory or all on the worker's GPU. kUnavailable if one is
-// missing or a daemon failed: the sequence must be opened again.
+// Fetches every unit, to destinations that are all in host memory or all on the worker's GPU.
+// kUnavailable if one is missing or a daemon failed: the sequence must be opened again.
 absl::Status FetchUnits(const PoolView& view, std::span<const UnitRequest> requests,
                         absl::Duration timeout);
 

@@ -18,15 +18,17 @@ absl::StatusOr<std::unique_ptr<RecordLoader>> RecordLoader::Make(int gpu, const 
   const GpuScope scope(gpu);
   KVD_RETURN_IF_ERROR(GpuStatus(scope.error(), "record loader"));
   auto loader = std::unique_ptr<RecordLoader>(new RecordLoader(gpu, slot));
-  KVD_RETURN_IF_ERROR(
-      GpuStatus(cudaStreamCreateWithFlags(&loader->stream_, cudaStreamNonBlocking), "record loader"));
+  KVD_RETURN_IF_ERROR(GpuStatus(cudaStreamCreateWithFlags(&loader->stream_, cudaStreamNonBlocking),
+                                "record loader"));
   for (Batch& batch : loader->batches_) {
     constexpr char kWhat[] = "lists of records";
     KVD_ASSIGN_OR_RETURN(batch.host, PlacedArray<SlotRecords>::MakePinned(kBatchSlots, kWhat));
-    KVD_ASSIGN_OR_RETURN(batch.device, PlacedArray<SlotRecords>::Make(OnGpu(gpu), kBatchSlots, kWhat));
+    KVD_ASSIGN_OR_RETURN(batch.device,
+                         PlacedArray<SlotRecords>::Make(OnGpu(gpu), kBatchSlots, kWhat));
     KVD_ASSIGN_OR_RETURN(batch.sums, PlacedArray<uint64_t>::Make(OnGpu(gpu), kBatchSlots, kWhat));
     KVD_ASSIGN_OR_RETURN(batch.valid, PlacedArray<uint8_t>::MakePinned(kBatchSlots, kWhat));
-    KVD_RETURN_IF_ERROR(GpuStatus(cudaEventCreateWithFlags(&batch.done, cudaEventDisableTiming), "record loader"));
+    KVD_RETURN_IF_ERROR(
+        GpuStatus(cudaEventCreateWithFlags(&batch.done, cudaEventDisableTiming), "record loader"));
   }
   return loader;
 }
@@ -41,16 +43,18 @@ RecordLoader::~RecordLoader() {
   if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
 }
 
-absl::Status RecordLoader::Enqueue(Batch& batch, RecordList& list, absl::FunctionRef<SlotRecords(size_t)> source) {
+absl::Status RecordLoader::Enqueue(Batch& batch, RecordList& list,
+                                   absl::FunctionRef<SlotRecords(size_t)> source) {
   for (size_t i = 0; i < batch.count; ++i) {
     SlotRecords& slot = batch.host[i];
     slot = source(batch.first + i);
     slot.page = list.entries[batch.first + i].page;
     slot.first_head = list.entries[batch.first + i].first_head;
   }
-  KVD_RETURN_IF_ERROR(GpuStatus(cudaMemcpyAsync(batch.device.data(), batch.host.data(),
-                                                batch.count * sizeof(SlotRecords), cudaMemcpyHostToDevice, stream_),
-                                "list of records"));
+  KVD_RETURN_IF_ERROR(
+      GpuStatus(cudaMemcpyAsync(batch.device.data(), batch.host.data(),
+                                batch.count * sizeof(SlotRecords), cudaMemcpyHostToDevice, stream_),
+                "list of records"));
   StoreRecordsArgs args = {};
   args.slot = slot_;
   args.num_heads = list.num_heads;

@@ -83,7 +83,9 @@ class Sequence final : public SealJob {
   int num_unsealed_pages() const { return pages_->complete_pages() - pages_->num_pages(); }
   // Bytes of this process that the sequence holds.
   size_t mirror_bytes() const { return pages_->mirror().bytes(); }
-  size_t cache_bytes() const { return step_ != nullptr ? step_->cache().bytes() : 0; }  // else the batch has it
+  size_t cache_bytes() const {
+    return step_ != nullptr ? step_->cache().bytes() : 0;
+  }  // else the batch has it
 
   bool SealCompletePages() override;
   void FollowMoves() override;
@@ -114,7 +116,7 @@ class Sequence final : public SealJob {
   const SequenceOptions options_;
   absl::Duration fetch_timeout_;
   std::unique_ptr<SequencePages> pages_;
-  std::unique_ptr<DecodeStep> step_;           // null on a GPU; then these two
+  std::unique_ptr<DecodeStep> step_;  // null on a GPU; then these two
   std::unique_ptr<StepTotals> batch_totals_;
   std::unique_ptr<FetchTotals> batch_fetch_totals_;
   int num_open_pages_ = 0;
@@ -123,7 +125,7 @@ class Sequence final : public SealJob {
   std::vector<PageKey>
       private_keys_;  // [P_cap - open pages], computed at open: the sealer only reads
 
-  std::mutex homes_mutex_;  // guards what follows; never taken in a step
+  std::mutex homes_mutex_;                          // guards what follows; never taken in a step
   std::vector<std::shared_ptr<Attachment>> homes_;  // [sealed pages] where each page was last found
   std::vector<LeasedSlots> leases_;
 

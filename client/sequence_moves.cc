@@ -1,6 +1,6 @@
-// Sequence's background part: when a daemon drains or is lost, its pages are looked for where the pool places them now,
-// proved to be the same by their records, and handed to the step. The sealer's thread; a step takes a batch over
-// with one exchange of a pointer.
+// Sequence's background part: when a daemon drains or is lost, its pages are looked for where the
+// pool places them now, proved to be the same by their records, and handed to the step. The
+// sealer's thread; a step takes a batch over with one exchange of a pointer.
 
 #include <algorithm>
 #include <set>
@@ -58,7 +58,8 @@ void Sequence::FollowMoves() {
   std::vector<RecordRequest> requests;
   for (size_t i = 0; i < pages.size(); ++i) {
     if (matched->found[i] == 0) continue;
-    requests.push_back({pages[i], matched->daemons[i], {matched->slots.data() + i * shards, shards}});
+    requests.push_back(
+        {pages[i], matched->daemons[i], {matched->slots.data() + i * shards, shards}});
   }
   const std::vector<uint8_t> same =
       CompareRecords(view, requests, fetch_timeout_, pages_->mirror(), *context_.shape);
@@ -67,7 +68,8 @@ void Sequence::FollowMoves() {
     if (same[i] == 0) continue;  // other bytes under the same key: the engine decides (Repair)
     const RecordRequest& request = requests[i];
     const auto& attachment = view.attachments[static_cast<size_t>(request.daemon)];
-    batch->push_back({request.page, request.daemon, attachment, {request.slots.begin(), request.slots.end()}});
+    batch->push_back(
+        {request.page, request.daemon, attachment, {request.slots.begin(), request.slots.end()}});
     moved_homes_.emplace_back(request.page, attachment);
   }
   if (batch->empty()) return;

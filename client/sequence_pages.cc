@@ -75,7 +75,8 @@ void SequencePages::SetAlternate(int page, int daemon, std::span<const SlotRef> 
     alt_slots_.resize(slots_.size());
   }
   alt_daemon_[static_cast<size_t>(page)] = static_cast<uint16_t>(daemon);
-  std::copy(slots.begin(), slots.end(), alt_slots_.begin() + page * static_cast<ptrdiff_t>(slots.size()));
+  std::copy(slots.begin(), slots.end(),
+            alt_slots_.begin() + page * static_cast<ptrdiff_t>(slots.size()));
 }
 
 // The bytes are the same, so what the page cache holds of the page stays good.
@@ -176,8 +177,9 @@ void SequencePages::AdoptSealed() {
   }
 }
 
-// False if the session has ended. Where the daemon has another session now (it is new, or came back as a
-// stranger), the old one is left in `source`, so that it is freed by the sealer and not in a step.
+// False if the session has ended. Where the daemon has another session now (it is new, or came back
+// as a stranger), the old one is left in `source`, so that it is freed by the sealer and not in a
+// step.
 bool SequencePages::UseSource(int daemon, std::shared_ptr<PageSource>* source) {
   if ((*source)->lost.load(std::memory_order_acquire)) return false;
   Source& entry = sources_[static_cast<size_t>(daemon)];

@@ -38,7 +38,8 @@ struct SealedPage {
   std::vector<SlotRef> slots;  // one a shard held
 };
 
-// A page whose bytes another daemon holds too, proved by its records: the step reads it there from now on.
+// A page whose bytes another daemon holds too, proved by its records: the step reads it there from
+// now on.
 struct MovedPage {
   int page = 0;
   int daemon = 0;
@@ -68,8 +69,8 @@ class SequencePages {
   void SetSource(int daemon, std::shared_ptr<PageSource> source);
   // Where a page is (opened or repaired): selectable again. Its records must be in the mirror.
   void SetPage(int page, int daemon, std::span<const SlotRef> slots);
-  // A second holder of a page, to which the step turns when the first one fails: the same bytes. Its daemon has
-  // a source. Allocates with the first one.
+  // A second holder of a page, to which the step turns when the first one fails: the same bytes.
+  // Its daemon has a source. Allocates with the first one.
   void SetAlternate(int page, int daemon, std::span<const SlotRef> slots);
   bool has_alternates() const { return !alt_daemon_.empty(); }
   // Raises the count of sealed pages when a sequence is opened; the tail starts after them.
@@ -88,10 +89,11 @@ class SequencePages {
   // kResourceExhausted if the next token has no room (ring full: seals lag; capacity: open again).
   // Allocates only on error.
   absl::Status BeginStep(absl::Duration now);
-  // The page is not where it should be: its second holder is taken, or it is not selectable until SetPage.
+  // The page is not where it should be: its second holder is taken, or it is not selectable until
+  // SetPage.
   void MarkMissing(int page);
-  // A fetch list of this daemon failed as a whole: its pages turn to their second holders; those without
-  // are not selectable for kSuspendTime.
+  // A fetch list of this daemon failed as a whole: its pages turn to their second holders; those
+  // without are not selectable for kSuspendTime.
   void Suspend(int daemon, absl::Duration now);
   static constexpr absl::Duration kSuspendTime = absl::Seconds(1);
 
@@ -107,7 +109,9 @@ class SequencePages {
   uint8_t* sink_unit(int page, int layer, int head) {
     return sink_page(page) + shape_.unit_idx(layer, head) * shape_.unit_bytes();
   }
-  uint8_t* sink_page(int page) { return sinks_.data() + static_cast<size_t>(page) * shape_.page_bytes(); }
+  uint8_t* sink_page(int page) {
+    return sinks_.data() + static_cast<size_t>(page) * shape_.page_bytes();
+  }
   uint8_t* ring_unit(int page, int layer, int head) { return ring_->unit(page, layer, head); }
   TailRing& ring() { return *ring_; }
 
@@ -124,8 +128,8 @@ class SequencePages {
   // Sealed pages that are not selectable, ascending. Allocates.
   std::vector<int> MissingPages() const;
   int num_missing() const { return num_missing_; }
-  // Where the pages are on a GPU: what changed since the last call, each page once. The list is valid until the next
-  // change.
+  // Where the pages are on a GPU: what changed since the last call, each page once. The list is
+  // valid until the next change.
   std::span<const PageChange> TakeChanges();
   const std::shared_ptr<PageSource>& source(int daemon) const {
     return sources_[static_cast<size_t>(daemon)].source;
@@ -147,9 +151,11 @@ class SequencePages {
   int complete_pages() const { return complete_pages_.load(std::memory_order_acquire); }
   // Hands over the next page, in order of pages.
   void PushSealed(SealedPage page);
-  // Hands over pages that have moved, for the next step; false while the last batch was not taken back.
+  // Hands over pages that have moved, for the next step; false while the last batch was not taken
+  // back.
   bool PushMoved(std::unique_ptr<MovedPages>* batch);
-  // The batch that the step has taken over, else null. Its entries hold the sources that it replaced.
+  // The batch that the step has taken over, else null. Its entries hold the sources that it
+  // replaced.
   std::unique_ptr<MovedPages> TakeBackMoved();
   // Why the last seal failed, for the message of a full ring; kOk once one succeeds.
   void SetSealProblem(absl::StatusCode code) {
@@ -203,11 +209,12 @@ class SequencePages {
   std::vector<uint16_t> alt_daemon_;  // [P_cap] or empty
   std::vector<SlotRef> alt_slots_;    // [P_cap][shards held] or empty
 
-  std::vector<PageChange> changes_;   // on a GPU only
+  std::vector<PageChange> changes_;  // on a GPU only
   std::vector<PageChange> taken_;
-  std::vector<int32_t> change_of_;    // [P_cap] index into changes_, or -1
+  std::vector<int32_t> change_of_;  // [P_cap] index into changes_, or -1
 
-  // One batch of moved pages at a time: the sealer puts it here, the step takes it and puts it there.
+  // One batch of moved pages at a time: the sealer puts it here, the step takes it and puts it
+  // there.
   std::atomic<MovedPages*> moved_in_{nullptr};
   std::atomic<MovedPages*> moved_out_{nullptr};
   bool moved_under_way_ = false;  // sealer's

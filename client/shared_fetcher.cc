@@ -44,7 +44,8 @@ void SharedFetcher::Start(FetchList& list) {
       units[i] = {memory_->unit(entry.slot, entry.layer, entry.head), memory_->header(entry.slot),
                   entry.generation, list.destinations[first + i]};
     }
-    list.num_valid += ref::GatherUnits(units, static_cast<int64_t>(count), unit_bytes, list.valid + first);
+    list.num_valid +=
+        ref::GatherUnits(units, static_cast<int64_t>(count), unit_bytes, list.valid + first);
   }
   list.path_bytes = list.entries.size() * unit_bytes;
   if (lost_.load(std::memory_order_acquire)) AbortList(list);
@@ -62,8 +63,10 @@ void SharedFetcher::FetchSummaries(FetchList& list) {
     const FetchEntry& entry = list.entries[i];
     const PageHeader* header = memory_->header(entry.slot);
     alignas(64) uint8_t copy[sizeof(PageHeader)];
-    const GatherUnit records = {memory_->summary(entry.slot), header, entry.generation, list.destinations[i]};
-    const GatherUnit its_header = {reinterpret_cast<const uint8_t*>(header), header, entry.generation, copy};
+    const GatherUnit records = {memory_->summary(entry.slot), header, entry.generation,
+                                list.destinations[i]};
+    const GatherUnit its_header = {reinterpret_cast<const uint8_t*>(header), header,
+                                   entry.generation, copy};
     uint8_t valid[2] = {};
     ref::GatherUnits(&records, 1, bytes, &valid[0]);
     ref::GatherUnits(&its_header, 1, sizeof(copy), &valid[1]);

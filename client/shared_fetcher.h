@@ -1,7 +1,8 @@
 // Fetches from an arena of this host that is mapped read-only: a copy, and no system call.
 //
-// Right because: ref::GatherUnits checks the generation after the copy. The mapping of a dead daemon stays
-// readable, so Shutdown (heartbeat, incarnation) is what fences it, not the memory (guarantee G3).
+// Right because: ref::GatherUnits checks the generation after the copy. The mapping of a dead
+// daemon stays readable, so Shutdown (heartbeat, incarnation) is what fences it, not the memory
+// (guarantee G3).
 // Thread safety: safe. The mapping ends with the fetcher.
 
 #ifndef LOCKS_KVD_CLIENT_SHARED_FETCHER_H_

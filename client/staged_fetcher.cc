@@ -28,14 +28,16 @@ constexpr size_t kPartBytes = size_t{4} << 20;
 // Staging memory of records.
 [[maybe_unused]] constexpr size_t kRecordBytes = size_t{8} << 20;
 
-absl::Duration Left(Clock::time_point deadline) { return absl::FromChrono(deadline - Clock::now()); }
+absl::Duration Left(Clock::time_point deadline) {
+  return absl::FromChrono(deadline - Clock::now());
+}
 
 // Consecutive entries of a list, on their way through one piece of staging memory.
 struct Part {
-  PlacedBytes staging;                  // pinned
-  std::vector<uint8_t*> destinations;   // in staging
-  PlacedArray<GatherUnit> uploads;      // pinned
-  PlacedArray<uint8_t> uploaded;        // pinned; always 1: staging does not change
+  PlacedBytes staging;                 // pinned
+  std::vector<uint8_t*> destinations;  // in staging
+  PlacedArray<GatherUnit> uploads;     // pinned
+  PlacedArray<uint8_t> uploaded;       // pinned; always 1: staging does not change
   FetchList list;
   size_t first = 0;
   size_t count = 0;  // 0: idle
@@ -84,7 +86,8 @@ struct StagedFetcher::Impl {
 
 absl::Status StagedFetcher::Impl::MakePart(Part& part) {
   constexpr char kWhat[] = "staging memory";
-  KVD_ASSIGN_OR_RETURN(part.staging, PlacedBytes::MakePinned(part_units * shape.slot.unit_bytes, kWhat));
+  KVD_ASSIGN_OR_RETURN(part.staging,
+                       PlacedBytes::MakePinned(part_units * shape.slot.unit_bytes, kWhat));
   KVD_ASSIGN_OR_RETURN(part.uploads, PlacedArray<GatherUnit>::MakePinned(part_units, kWhat));
   KVD_ASSIGN_OR_RETURN(part.uploaded, PlacedArray<uint8_t>::MakePinned(part_units, kWhat));
   for (size_t i = 0; i < part_units; ++i) {
@@ -99,8 +102,8 @@ absl::Status StagedFetcher::Impl::MakeSlots() {
     for (Part& part : slot.parts) KVD_RETURN_IF_ERROR(MakePart(part));
 #if KVD_CUDA
     if (place.on_gpu()) {
-      KVD_RETURN_IF_ERROR(
-          GpuStatus(cudaStreamCreateWithFlags(&slot.stream, cudaStreamNonBlocking), "staged fetcher"));
+      KVD_RETURN_IF_ERROR(GpuStatus(cudaStreamCreateWithFlags(&slot.stream, cudaStreamNonBlocking),
+                                    "staged fetcher"));
     }
 #endif
     free_slots.Give(&slot);
@@ -111,8 +114,8 @@ absl::Status StagedFetcher::Impl::MakeSlots() {
 absl::StatusOr<std::unique_ptr<StagedFetcher>> StagedFetcher::Make(std::unique_ptr<Fetcher> inner,
                                                                    const ArenaShape& shape,
                                                                    const MemoryPlace& place) {
-  auto fetcher =
-      std::unique_ptr<StagedFetcher>(new StagedFetcher(std::make_unique<Impl>(std::move(inner), shape, place)));
+  auto fetcher = std::unique_ptr<StagedFetcher>(
+      new StagedFetcher(std::make_unique<Impl>(std::move(inner), shape, place)));
   Impl& impl = *fetcher->impl_;
   if (!place.on_gpu()) {
     KVD_RETURN_IF_ERROR(impl.MakeSlots());
@@ -123,11 +126,13 @@ absl::StatusOr<std::unique_ptr<StagedFetcher>> StagedFetcher::Make(std::unique_p
   KVD_RETURN_IF_ERROR(GpuStatus(scope.error(), "staged fetcher"));
   if (!impl.units_pass()) KVD_RETURN_IF_ERROR(impl.MakeSlots());
   const size_t record_bytes = shape.slot.summary_bytes();
-  KVD_ASSIGN_OR_RETURN(impl.record_staging, PlacedBytes::MakePinned(std::max(kRecordBytes, record_bytes), "records"));
+  KVD_ASSIGN_OR_RETURN(impl.record_staging,
+                       PlacedBytes::MakePinned(std::max(kRecordBytes, record_bytes), "records"));
   KVD_ASSIGN_OR_RETURN(impl.loader, RecordLoader::Make(place.gpu, shape.slot));
   return fetcher;
 #else
-  return absl::FailedPreconditionError("a worker with a GPU is wanted, and this library was built without CUDA");
+  return absl::FailedPreconditionError(
+      "a worker with a GPU is wanted, and this library was built without CUDA");
 #endif
 }
 
@@ -143,7 +148,7 @@ StagedFetcher::Impl::~Impl() {
 StagedFetcher::StagedFetcher(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 StagedFetcher::~StagedFetcher() = default;
 
-// --- units --------------------------------------------------------------------------------------------
+// --- units ---------------------------------------------------------------------------------------
 
 void StagedFetcher::Impl::Begin(ListSlot& slot, FetchList& list, Clock::time_point deadline) {
   slot.deadline = deadline;
@@ -164,13 +169,16 @@ void StagedFetcher::Impl::StartPart(ListSlot& slot, Part& part, FetchList& list)
   inner->Start(part.list);
 }
 
-// Sends what has come from staging memory to where it belongs, missing units as zeros. False: a CUDA error.
+// Sends what has come from staging memory to where it belongs, missing units as zeros. False: a
+// CUDA error.
 bool StagedFetcher::Impl::Upload(ListSlot& slot, Part& part, const FetchList& list) {
   int64_t count = 0;
   for (size_t i = 0; i < part.count; ++i) {
-    // After an error, what did not come has undefined staging memory, and its destination stays as it is.
+    // After an error, what did not come has undefined staging memory, and its destination stays as
+    // it is.
     if (part.list.code != absl::StatusCode::kOk && part.list.valid[i] == 0) continue;
-    part.uploads[static_cast<size_t>(count++)] = {part.destinations[i], nullptr, 0, list.destinations[part.first + i]};
+    part.uploads[static_cast<size_t>(count++)] = {part.destinations[i], nullptr, 0,
+                                                  list.destinations[part.first + i]};
   }
   const size_t unit_bytes = shape.slot.unit_bytes;
   if (!place.on_gpu()) {
@@ -179,8 +187,9 @@ bool StagedFetcher::Impl::Upload(ListSlot& slot, Part& part, const FetchList& li
   }
 #if KVD_CUDA
   const GpuScope scope(place.gpu);
-  const bool started = scope.error() == cudaSuccess && LaunchGatherUnits(part.uploads.data(), count, unit_bytes,
-                                                                         part.uploaded.data(), slot.stream) == cudaSuccess;
+  const bool started = scope.error() == cudaSuccess &&
+                       LaunchGatherUnits(part.uploads.data(), count, unit_bytes,
+                                         part.uploaded.data(), slot.stream) == cudaSuccess;
   return cudaStreamSynchronize(slot.stream) == cudaSuccess && started;
 #else
   (void)slot;
@@ -214,25 +223,29 @@ void StagedFetcher::Start(FetchList& list) {
     list.code = absl::StatusCode::kInvalidArgument;
     return;
   }
-  impl_->free_slots.StartIn(list, [&](ListSlot& slot, Clock::time_point deadline) { impl_->Begin(slot, list, deadline); });
+  impl_->free_slots.StartIn(list, [&](ListSlot& slot, Clock::time_point deadline) {
+    impl_->Begin(slot, list, deadline);
+  });
 }
 
 void StagedFetcher::Wait(FetchList& list) {
   if (impl_->units_pass()) return impl_->inner->Wait(list);
   ListSlot* slot = impl_->free_slots.TakeBack(
-      list, [&](ListSlot& free, Clock::time_point deadline) { impl_->Begin(free, list, deadline); });
+      list,
+      [&](ListSlot& free, Clock::time_point deadline) { impl_->Begin(free, list, deadline); });
   if (slot == nullptr) return;
   impl_->Finish(*slot, list);
   impl_->free_slots.Give(slot);
   if (list.code == absl::StatusCode::kAborted) AbortList(list);
 }
 
-// --- records ------------------------------------------------------------------------------------------
+// --- records -------------------------------------------------------------------------------------
 
 void StagedFetcher::FetchSummaries(FetchList& list) { impl_->inner->FetchSummaries(list); }
 
 #if KVD_CUDA
-void StagedFetcher::Impl::StoreBatch(RecordList& list, size_t first, size_t count, Clock::time_point deadline) {
+void StagedFetcher::Impl::StoreBatch(RecordList& list, size_t first, size_t count,
+                                     Clock::time_point deadline) {
   const size_t bytes = shape.slot.summary_bytes();
   std::vector<FetchEntry> entries;
   std::vector<uint8_t*> destinations;
@@ -276,7 +289,8 @@ void StagedFetcher::StoreRecords(RecordList& list) {
     const Clock::time_point deadline = DeadlineOf(list.deadline);
     const size_t per_batch = impl_->record_staging.size() / impl_->shape.slot.summary_bytes();
     const std::lock_guard<std::mutex> lock(impl_->record_mutex);
-    for (size_t first = 0; first < list.entries.size() && list.code == absl::StatusCode::kOk; first += per_batch) {
+    for (size_t first = 0; first < list.entries.size() && list.code == absl::StatusCode::kOk;
+         first += per_batch) {
       impl_->StoreBatch(list, first, std::min(per_batch, list.entries.size() - first), deadline);
     }
     return;
@@ -285,11 +299,13 @@ void StagedFetcher::StoreRecords(RecordList& list) {
   Fetcher::StoreRecords(list);
 }
 
-// --- the rest -----------------------------------------------------------------------------------------
+// --- the rest ------------------------------------------------------------------------------------
 
 PathKind StagedFetcher::path() const { return impl_->inner->path(); }
 MemorySpace StagedFetcher::destination_space() const { return impl_->place.space; }
-bool StagedFetcher::failed() const { return impl_->broken.load(std::memory_order_relaxed) || impl_->inner->failed(); }
+bool StagedFetcher::failed() const {
+  return impl_->broken.load(std::memory_order_relaxed) || impl_->inner->failed();
+}
 void StagedFetcher::Shutdown() { impl_->inner->Shutdown(); }
 
 }  // namespace kvd

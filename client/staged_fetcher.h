@@ -1,10 +1,12 @@
-// Lets a fetcher that delivers to host memory serve a worker with a GPU: units land in pinned staging memory and are
-// uploaded from there by one kernel. Of a fetcher that delivers units to the GPU itself it brings up the records alone.
+// Lets a fetcher that delivers to host memory serve a worker with a GPU: units land in pinned
+// staging memory and are uploaded from there by one kernel. Of a fetcher that delivers units to the
+// GPU itself it brings up the records alone.
 //
-// Why: the shared and the ucx path then serve the host-driven step on a GPU with the same contract as the peer path.
-// Right because: the inner fetcher proves every unit before it is uploaded, and staging memory belongs to one list until
-// its upload has ended. A list is cut into parts; two are on their way at once, so that one travels while the other is
-// uploaded. Thread safety: as the inner fetcher's.
+// Why: the shared and the ucx path then serve the host-driven step on a GPU with the same contract
+// as the peer path.
+// Right because: the inner fetcher proves every unit before it is uploaded, and staging memory
+// belongs to one list until its upload has ended. A list is cut into parts; two are on their way at
+// once, so that one travels while the other is uploaded. Thread safety: as the inner fetcher's.
 
 #ifndef LOCKS_KVD_CLIENT_STAGED_FETCHER_H_
 #define LOCKS_KVD_CLIENT_STAGED_FETCHER_H_
@@ -23,9 +25,11 @@ class StagedFetcher final : public Fetcher {
   // Lists at work at once, two parts each; a further one begins in its Wait.
   static constexpr int kMaxLists = 3;
 
-  // `inner` delivers to host memory, or its units to `place`; destinations are at `place`. With a host place the upload is a plain copy and
-  // records are not stored: for tests. Errors: kResourceExhausted; kFailedPrecondition: no such GPU.
-  static absl::StatusOr<std::unique_ptr<StagedFetcher>> Make(std::unique_ptr<Fetcher> inner, const ArenaShape& shape,
+  // `inner` delivers to host memory, or its units to `place`; destinations are at `place`. With a
+  // host place the upload is a plain copy and records are not stored: for tests. Errors:
+  // kResourceExhausted; kFailedPrecondition: no such GPU.
+  static absl::StatusOr<std::unique_ptr<StagedFetcher>> Make(std::unique_ptr<Fetcher> inner,
+                                                             const ArenaShape& shape,
                                                              const MemoryPlace& place);
   ~StagedFetcher() override;
 

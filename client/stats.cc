@@ -63,8 +63,7 @@ void StepTotals::Add(const LayerResult& result) {
   }
 }
 
-void StepTotals::AddStep(const std::array<int64_t, kNumStages>& ns, bool sparse,
-                         double lost_mass) {
+void StepTotals::AddStep(const std::array<int64_t, kNumStages>& ns, bool sparse, double lost_mass) {
   steps.Add(1);
   (sparse ? sparse_steps : dense_steps).Add(1);
   for (size_t i = 0; i < ns.size(); ++i) step_seconds[i].Observe(ns[i]);
@@ -79,15 +78,28 @@ void StepTotals::AddLostMass(double lost_mass) {
 }
 
 void StepTotals::Add(const StepTotals& other) {
-  constexpr StepCounter StepTotals::*kCounters[] = {
-      &StepTotals::steps, &StepTotals::layers, &StepTotals::progressive_layers,
-      &StepTotals::considered_pages, &StepTotals::selected_pages, &StepTotals::hits,
-      &StepTotals::misses, &StepTotals::verified_units, &StepTotals::missing_units,
-      &StepTotals::late_units, &StepTotals::failed_units, &StepTotals::checksum_failures,
-      &StepTotals::score_faults, &StepTotals::bytes_scanned, &StepTotals::bytes_attended,
-      &StepTotals::bytes_fetched, &StepTotals::dense_equivalent_bytes, &StepTotals::sparse_steps,
-      &StepTotals::dense_steps, &StepTotals::lossy_steps, &StepTotals::unsealed_pages,
-      &StepTotals::lost_mass_ppm};
+  constexpr StepCounter StepTotals::*kCounters[] = {&StepTotals::steps,
+                                                    &StepTotals::layers,
+                                                    &StepTotals::progressive_layers,
+                                                    &StepTotals::considered_pages,
+                                                    &StepTotals::selected_pages,
+                                                    &StepTotals::hits,
+                                                    &StepTotals::misses,
+                                                    &StepTotals::verified_units,
+                                                    &StepTotals::missing_units,
+                                                    &StepTotals::late_units,
+                                                    &StepTotals::failed_units,
+                                                    &StepTotals::checksum_failures,
+                                                    &StepTotals::score_faults,
+                                                    &StepTotals::bytes_scanned,
+                                                    &StepTotals::bytes_attended,
+                                                    &StepTotals::bytes_fetched,
+                                                    &StepTotals::dense_equivalent_bytes,
+                                                    &StepTotals::sparse_steps,
+                                                    &StepTotals::dense_steps,
+                                                    &StepTotals::lossy_steps,
+                                                    &StepTotals::unsealed_pages,
+                                                    &StepTotals::lost_mass_ppm};
   for (const auto counter : kCounters) (this->*counter).Add((other.*counter).value());
   for (size_t i = 0; i < nanoseconds.size(); ++i) {
     nanoseconds[i].Add(other.nanoseconds[i].value());

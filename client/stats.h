@@ -82,14 +82,14 @@ class StepHistogram {
 
 // What came of the lists that steps fetched over one path. A unit counts once.
 struct PathTotals {
-  StepCounter verified;  // came and were proved
-  StepCounter corrupt;   // came with a wrong checksum
-  StepCounter missing;   // the generation changed, or the lease is lost
-  StepCounter late;      // the list's deadline passed
-  StepCounter failed;    // the list failed otherwise
-  StepCounter aborted;   // of these, because the session was lost
-  StepCounter bytes;     // that travelled
-  StepHistogram seconds;  // that a step spent on a list: starting it, and waiting for it
+  StepCounter verified;        // came and were proved
+  StepCounter corrupt;         // came with a wrong checksum
+  StepCounter missing;         // the generation changed, or the lease is lost
+  StepCounter late;            // the list's deadline passed
+  StepCounter failed;          // the list failed otherwise
+  StepCounter aborted;         // of these, because the session was lost
+  StepCounter bytes;           // that travelled
+  StepHistogram seconds;       // that a step spent on a list: starting it, and waiting for it
   StepHistogram post_seconds;  // of these, starting it; the mapped paths copy then
 
   void Add(const PathTotals& other);

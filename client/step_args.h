@@ -1,5 +1,6 @@
-// What a worker's model fixes of score's and attend's arguments: said once for the step on the host, the step on a GPU and
-// the measurement of the scans, so that none can forget a field of the geometry.
+// What a worker's model fixes of score's and attend's arguments: said once for the step on the
+// host, the step on a GPU and the measurement of the scans, so that none can forget a field of the
+// geometry.
 //
 // Thread safety: pure functions. The rest of the arguments is the caller's to set.
 

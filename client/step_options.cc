@@ -43,10 +43,12 @@ absl::Status Validate(const StepOptions& options, int num_layers) {
                                                    absl::FormatDuration(kMaxTimeout), ", got ",
                                                    absl::FormatDuration(options.fetch_timeout)));
   }
-  if (options.failover_after < absl::ZeroDuration() || options.failover_after > options.fetch_timeout) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "failover_after must be from 0 to fetch_timeout (", absl::FormatDuration(options.fetch_timeout),
-        "), got ", absl::FormatDuration(options.failover_after)));
+  if (options.failover_after < absl::ZeroDuration() ||
+      options.failover_after > options.fetch_timeout) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("failover_after must be from 0 to fetch_timeout (",
+                     absl::FormatDuration(options.fetch_timeout), "), got ",
+                     absl::FormatDuration(options.failover_after)));
   }
   for (const int layer : options.dense_layers) {
     if (layer < 0 || layer >= num_layers) {

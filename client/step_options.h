@@ -53,7 +53,8 @@ struct StepOptions {
   LossPolicy loss = LossPolicy::kRecompute;
   MassReport mass = MassReport::kOnLoss;
   absl::Duration fetch_timeout = absl::Seconds(1);  // above 0, at most kMaxTimeout
-  // Where pages have a second holder: how long the first one is waited for, within fetch_timeout. 0: half of it.
+  // Where pages have a second holder: how long the first one is waited for, within fetch_timeout.
+  // 0: half of it.
   absl::Duration failover_after = absl::ZeroDuration();
 
   absl::Duration failover_timeout() const {

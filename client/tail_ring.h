@@ -1,5 +1,6 @@
-// The newest pages of a sequence, in unit layout, in the worker's own memory (the shape says where): the window (the last
-// n_win sealed pages), complete pages that are not mirrored yet, and the page that is being filled.
+// The newest pages of a sequence, in unit layout, in the worker's own memory (the shape says
+// where): the window (the last n_win sealed pages), complete pages that are not mirrored yet, and
+// the page that is being filled.
 //
 // Why: a step must never wait for a seal. A page leaves the ring when it is sealed, mirrored and
 // out of the window; until then it is attended from here. Shape: n_win + kSlackPages pages of
@@ -49,13 +50,14 @@ class TailRing {
     return units_.data() + static_cast<size_t>(page % num_pages_) * shape_.page_bytes();
   }
 
-  // Copies tokens [kv_token, kv_token + count) of an engine's cache, one EngineKv a layer, to where tokens
-  // [token, token + count) of the sequence stand. Blocking. Where the ring is on a GPU, the engine's cache may
-  // be on it too. REQUIRES: all in one page.
-  absl::Status AppendRows(std::span<const EngineKv> layers, int64_t kv_token, int64_t token, int count);
+  // Copies tokens [kv_token, kv_token + count) of an engine's cache, one EngineKv a layer, to where
+  // tokens [token, token + count) of the sequence stand. Blocking. Where the ring is on a GPU, the
+  // engine's cache may be on it too. REQUIRES: all in one page.
+  absl::Status AppendRows(std::span<const EngineKv> layers, int64_t kv_token, int64_t token,
+                          int count);
 
-  // Copies a complete page to host memory. Where the ring is on a GPU: after every step whose token counts.
-  // May run beside steps. Blocking.
+  // Copies a complete page to host memory. Where the ring is on a GPU: after every step whose token
+  // counts. May run beside steps. Blocking.
   absl::Status ReadPage(int page, uint8_t* to);
 
   // Whose steps write the ring, null for nobody's. Not in a step.

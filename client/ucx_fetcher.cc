@@ -28,9 +28,11 @@ constexpr auto kShutdownLimit = std::chrono::seconds(1);
 // Sleeps while *word == seen, until `deadline` at the latest.
 void FutexWait(std::atomic<uint32_t>& word, uint32_t seen, Steady::time_point deadline) {
   static_assert(sizeof(word) == sizeof(uint32_t));
-  const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Steady::now()).count();
+  const auto left =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Steady::now()).count();
   if (left <= 0) return;
-  const timespec timeout = {static_cast<time_t>(left / 1000000000), static_cast<long>(left % 1000000000)};
+  const timespec timeout = {static_cast<time_t>(left / 1000000000),
+                            static_cast<long>(left % 1000000000)};
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &timeout, nullptr, 0);
 }
 
@@ -39,7 +41,8 @@ void FutexWait(std::atomic<uint32_t>& word, uint32_t seen, Steady::time_point de
 UcxFetcher::Impl::Request* UcxFetcher::Impl::Claim() {
   for (Request& request : requests_) {
     int none = 0;
-    if (request.holders.compare_exchange_strong(none, 2, std::memory_order_acquire)) return &request;
+    if (request.holders.compare_exchange_strong(none, 2, std::memory_order_acquire))
+      return &request;
   }
   return nullptr;
 }
@@ -67,8 +70,10 @@ void UcxFetcher::Impl::Start(FetchList& list, uint8_t flags) {
     return;
   }
   std::memcpy(request->entries.get(), list.entries.data(), list.entries.size_bytes());
-  std::fill(request->covered.begin(), request->covered.begin() + static_cast<ptrdiff_t>(count), false);
-  const absl::Duration deadline = std::clamp(list.deadline, absl::ZeroDuration(), absl::Seconds(60));
+  std::fill(request->covered.begin(), request->covered.begin() + static_cast<ptrdiff_t>(count),
+            false);
+  const absl::Duration deadline =
+      std::clamp(list.deadline, absl::ZeroDuration(), absl::Seconds(60));
   request->deadline = Steady::now() + absl::ToChronoNanoseconds(deadline);
   const uint64_t number = (sequence_.fetch_add(1) + 1) << kListBits | request->index;
   request->header = link_->Header(MessageType::kFetch, number);
@@ -91,7 +96,8 @@ void UcxFetcher::Impl::Wait(FetchList& list, uint8_t flags) {
     const uint32_t seen = request->events.load();
     if (!TakePieces(*request, list, flags, left)) list.code = absl::StatusCode::kInternal;
     const uint64_t failure = request->failure.load(std::memory_order_acquire);
-    if (left > 0 && failure >> 8 == number) list.code = static_cast<absl::StatusCode>(failure & 0xFF);
+    if (left > 0 && failure >> 8 == number)
+      list.code = static_cast<absl::StatusCode>(failure & 0xFF);
     if (left > 0 && lost_.load(std::memory_order_acquire)) list.code = absl::StatusCode::kAborted;
     if (left == 0 || list.code != absl::StatusCode::kOk) break;
     const Steady::time_point now = Steady::now();
@@ -109,7 +115,8 @@ void UcxFetcher::Impl::Wait(FetchList& list, uint8_t flags) {
     }
   }
   // Bytes of the daemon's GPU memory, which it may use again from the deadline on.
-  const bool late = ToGpu(flags) && list.code == absl::StatusCode::kOk && Steady::now() >= request->deadline;
+  const bool late =
+      ToGpu(flags) && list.code == absl::StatusCode::kOk && Steady::now() >= request->deadline;
   Leave(*request);
   if (late) list.code = absl::StatusCode::kDeadlineExceeded;
   if (late || (ToGpu(flags) && list.code != absl::StatusCode::kOk)) {
@@ -158,11 +165,13 @@ bool UcxFetcher::Impl::Scatter(Request& request) {
   return false;
 }
 
-bool UcxFetcher::Impl::TakePiece(Request& request, const Piece& piece, FetchList& list, uint8_t flags) {
+bool UcxFetcher::Impl::TakePiece(Request& request, const Piece& piece, FetchList& list,
+                                 uint8_t flags) {
   const size_t first = piece.header.first_entry;
   const size_t count = piece.header.count;
   const size_t item_bytes = ItemBytes(flags);
-  if (count == 0 || count > list.entries.size() || first > list.entries.size() - count) return false;
+  if (count == 0 || count > list.entries.size() || first > list.entries.size() - count)
+    return false;
   const size_t bitmap_bytes = piece.gpu != nullptr ? 0 : BitmapBytes(count);
   if (piece.size != bitmap_bytes + count * item_bytes) return false;
   if (piece.gpu != nullptr && !ToGpu(flags)) return false;
@@ -186,7 +195,8 @@ bool UcxFetcher::Impl::TakePiece(Request& request, const Piece& piece, FetchList
 }
 
 // `item` is in GPU memory, or else in pinned memory of this fetcher.
-void UcxFetcher::Impl::TakeUnitToGpu(Request& request, uint8_t* item, bool valid, FetchList& list, size_t entry) const {
+void UcxFetcher::Impl::TakeUnitToGpu(Request& request, uint8_t* item, bool valid, FetchList& list,
+                                     size_t entry) const {
   if (!valid) std::memset(item, 0, slot_.unit_bytes);
 #if KVD_CUDA
   request.scatter->Add(item, list.destinations[entry]);
@@ -198,7 +208,8 @@ void UcxFetcher::Impl::TakeUnitToGpu(Request& request, uint8_t* item, bool valid
   ++list.num_valid;
 }
 
-void UcxFetcher::Impl::TakeItem(const uint8_t* item, FetchList& list, size_t entry, uint8_t flags) const {
+void UcxFetcher::Impl::TakeItem(const uint8_t* item, FetchList& list, size_t entry,
+                                uint8_t flags) const {
   uint8_t* const destination = list.destinations[entry];
   if ((flags & kFlagSummaries) == 0) {
     std::memcpy(destination, item, slot_.unit_bytes);
@@ -209,7 +220,8 @@ void UcxFetcher::Impl::TakeItem(const uint8_t* item, FetchList& list, size_t ent
     std::memcpy(&generation, item + offsetof(PageHeader, generation), sizeof(generation));
     std::memcpy(&checksum, item + offsetof(PageHeader, summary_checksum), sizeof(checksum));
     std::memcpy(destination, item + sizeof(PageHeader), bytes);
-    if (generation != list.entries[entry].generation || Checksum64(destination, bytes) != checksum) {
+    if (generation != list.entries[entry].generation ||
+        Checksum64(destination, bytes) != checksum) {
       std::memset(destination, 0, bytes);
       return;
     }
@@ -241,17 +253,15 @@ void UcxFetcher::Impl::Shutdown() {
   for (Request& request : requests_) request.Wake();
 }
 
-// --- the fetcher --------------------------------------------------------------------------------------
+// --- the fetcher ---------------------------------------------------------------------------------
 
-absl::StatusOr<std::unique_ptr<UcxFetcher>> UcxFetcher::Connect(UcxWorker* worker,
-                                                                const std::string& remote_address,
-                                                                const Incarnation& incarnation,
-                                                                const SessionToken& session,
-                                                                const SlotLayout& slot,
-                                                                absl::Duration timeout,
-                                                                const MemoryPlace& place) {
+absl::StatusOr<std::unique_ptr<UcxFetcher>> UcxFetcher::Connect(
+    UcxWorker* worker, const std::string& remote_address, const Incarnation& incarnation,
+    const SessionToken& session, const SlotLayout& slot, absl::Duration timeout,
+    const MemoryPlace& place) {
   if (place.on_gpu() && !worker->has_gpu_memory()) {
-    return absl::FailedPreconditionError("UCX: messages into GPU memory are wanted, and it has no CUDA here");
+    return absl::FailedPreconditionError(
+        "UCX: messages into GPU memory are wanted, and it has no CUDA here");
   }
   auto impl = std::make_shared<Impl>(slot, place);
   if (place.on_gpu()) KVD_RETURN_IF_ERROR(impl->MakeGpuPieces());
@@ -285,11 +295,17 @@ UcxFetcher::~UcxFetcher() {
 
 void UcxFetcher::Start(FetchList& list) { impl_->Start(list, 0); }
 void UcxFetcher::Wait(FetchList& list) { impl_->Wait(list, 0); }
-bool UcxFetcher::failed() const { return impl_->broken_.load(std::memory_order_relaxed) || impl_->link_->failed(); }
+bool UcxFetcher::failed() const {
+  return impl_->broken_.load(std::memory_order_relaxed) || impl_->link_->failed();
+}
 MemorySpace UcxFetcher::destination_space() const { return impl_->place().space; }
 void UcxFetcher::Shutdown() { impl_->Shutdown(); }
-uint64_t UcxFetcher::num_dropped_pieces() const { return impl_->num_dropped_.load(std::memory_order_relaxed); }
-uint64_t UcxFetcher::num_gpu_pieces() const { return impl_->num_gpu_pieces_.load(std::memory_order_relaxed); }
+uint64_t UcxFetcher::num_dropped_pieces() const {
+  return impl_->num_dropped_.load(std::memory_order_relaxed);
+}
+uint64_t UcxFetcher::num_gpu_pieces() const {
+  return impl_->num_gpu_pieces_.load(std::memory_order_relaxed);
+}
 
 void UcxFetcher::FetchSummaries(FetchList& list) {
   const auto deadline = Steady::now() + absl::ToChronoNanoseconds(list.deadline);
@@ -298,7 +314,8 @@ void UcxFetcher::FetchSummaries(FetchList& list) {
   list.num_valid = 0;
   list.path_bytes = 0;
   if (!list.entries.empty()) std::memset(list.valid, 0, list.entries.size());
-  for (size_t first = 0; first < list.entries.size() && list.code == absl::StatusCode::kOk; first += batch) {
+  for (size_t first = 0; first < list.entries.size() && list.code == absl::StatusCode::kOk;
+       first += batch) {
     FetchList part;
     part.entries = list.entries.subspan(first, std::min(batch, list.entries.size() - first));
     part.destinations = list.destinations + first;

@@ -1,9 +1,10 @@
 // Inside of UcxFetcher: lists on their way and the pieces that come for them.
 //
-// Two threads meet here without a lock. The *caller's* thread starts a list, takes its pieces and waits
-// (ucx_fetcher.cc); the *progress* thread sends requests and receives pieces (ucx_pieces.cc). A request is free
-// when both have let go of it; a piece travels progress thread -> Request::arrived -> caller -> returned_ ->
-// progress thread. What comes late finds its request closed or of another number, and is dropped.
+// Two threads meet here without a lock. The *caller's* thread starts a list, takes its pieces and
+// waits (ucx_fetcher.cc); the *progress* thread sends requests and receives pieces (ucx_pieces.cc).
+// A request is free when both have let go of it; a piece travels progress thread ->
+// Request::arrived -> caller -> returned_ -> progress thread. What comes late finds its request
+// closed or of another number, and is dropped.
 
 #ifndef LOCKS_KVD_CLIENT_UCX_FETCHER_IMPL_H_
 #define LOCKS_KVD_CLIENT_UCX_FETCHER_IMPL_H_
@@ -64,8 +65,8 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   };
   static Piece* Closed() { return reinterpret_cast<Piece*>(uintptr_t{1}); }
 
-  // One list on its way. Held by the caller (Start to Wait) and by the progress thread (from the post until
-  // the request was sent); free when both have let go.
+  // One list on its way. Held by the caller (Start to Wait) and by the progress thread (from the
+  // post until the request was sent); free when both have let go.
   struct Request final : UcxTask, UcxSend {
     Impl* impl = nullptr;
     uint64_t index = 0;
@@ -96,7 +97,8 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   };
 
   size_t ItemBytes(uint8_t flags) const {
-    return (flags & kFlagSummaries) != 0 ? sizeof(PageHeader) + slot_.summary_bytes() : slot_.unit_bytes;
+    return (flags & kFlagSummaries) != 0 ? sizeof(PageHeader) + slot_.summary_bytes()
+                                         : slot_.unit_bytes;
   }
 
   bool ToGpu(uint8_t flags) const { return place_.on_gpu() && (flags & kFlagSummaries) == 0; }
@@ -110,7 +112,8 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   bool TakePieces(Request& request, FetchList& list, uint8_t flags, size_t& left);
   bool TakePiece(Request& request, const Piece& piece, FetchList& list, uint8_t flags);
   void TakeItem(const uint8_t* item, FetchList& list, size_t entry, uint8_t flags) const;
-  void TakeUnitToGpu(Request& request, uint8_t* item, bool valid, FetchList& list, size_t entry) const;
+  void TakeUnitToGpu(Request& request, uint8_t* item, bool valid, FetchList& list,
+                     size_t entry) const;
   bool Scatter(Request& request);
   void GiveBack(Piece* first);
   void Leave(Request& request);
@@ -130,8 +133,8 @@ class UcxFetcher::Impl final : public UcxReceiver, public UcxPoller, public UcxT
   std::atomic<uint64_t> sequence_{0};
   Request requests_[kMaxLists];
 
-  std::atomic<Piece*> returned_{nullptr};    // a stack that the progress thread empties at once
-  std::atomic<bool> room_wanted_{false};     // payloads are held until pieces come back
+  std::atomic<Piece*> returned_{nullptr};  // a stack that the progress thread empties at once
+  std::atomic<bool> room_wanted_{false};   // payloads are held until pieces come back
   std::atomic<bool> room_task_queued_{false};
   std::vector<std::unique_ptr<Piece>> pieces_;
   std::vector<Piece*> free_pieces_;

@@ -45,7 +45,8 @@ void FutexWake(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-UcxFetcher::Impl::Impl(const SlotLayout& slot, const MemoryPlace& place) : slot_(slot), place_(place) {
+UcxFetcher::Impl::Impl(const SlotLayout& slot, const MemoryPlace& place)
+    : slot_(slot), place_(place) {
   for (int i = 0; i < kMaxLists; ++i) {
     requests_[i].impl = this;
     requests_[i].index = static_cast<uint64_t>(i);
@@ -61,8 +62,8 @@ UcxFetcher::Impl::~Impl() { FreeExportable(place_.gpu, gpu_memory_); }
 absl::Status UcxFetcher::Impl::MakeGpuPieces() {
   gpu_memory_ = AllocateExportable(place_.gpu, kGpuPieces * kMaxPieceBytes);
   if (gpu_memory_ == nullptr) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("GPU ", place_.gpu, ": no room for ", kGpuPieces * kMaxPieceBytes, " bytes of pieces"));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "GPU ", place_.gpu, ": no room for ", kGpuPieces * kMaxPieceBytes, " bytes of pieces"));
   }
   for (size_t i = 0; i < kGpuPieces; ++i) {
     Piece* piece = MakePiece();
@@ -121,7 +122,8 @@ void UcxFetcher::Impl::OnMessage(const MessageHeader& header, UcxPayload& payloa
   }
   if (header.status != WireStatus::kOk) return request.Fail(number, CodeOf(header.status));
   const bool gpu = (header.flags & kFlagGpuMemory) != 0;
-  const bool fits = gpu ? gpu_memory_ != nullptr && payload.bytes() <= kMaxPieceBytes : payload.bytes() >= BitmapBytes(1);
+  const bool fits = gpu ? gpu_memory_ != nullptr && payload.bytes() <= kMaxPieceBytes
+                        : payload.bytes() >= BitmapBytes(1);
   if (!fits) return request.Fail(number, absl::StatusCode::kInternal);
   Receive(header, payload);
 }
@@ -132,7 +134,8 @@ void UcxFetcher::Impl::Receive(const MessageHeader& header, UcxPayload& payload)
     held_.push_back({header, payload.Hold()});
     room_wanted_.store(true);
     // A piece that came back before `room_wanted_` was seen woke nobody.
-    if (returned_.load() != nullptr && !room_task_queued_.exchange(true)) link_->worker()->Post(*this);
+    if (returned_.load() != nullptr && !room_task_queued_.exchange(true))
+      link_->worker()->Post(*this);
     return;
   }
   ReceiveInto(*piece, header, payload);
@@ -171,7 +174,8 @@ void UcxFetcher::Impl::OnPiece(Piece& piece, bool ok) {
       break;
     }
     piece.next = head;
-    if (request.arrived.compare_exchange_weak(head, &piece, std::memory_order_acq_rel)) return request.Wake();
+    if (request.arrived.compare_exchange_weak(head, &piece, std::memory_order_acq_rel))
+      return request.Wake();
   }
   if (!ok) request.Fail(number, absl::StatusCode::kUnavailable);
   num_dropped_.fetch_add(1, std::memory_order_relaxed);
@@ -180,7 +184,8 @@ void UcxFetcher::Impl::OnPiece(Piece& piece, bool ok) {
   } else if (ok) {
     free_gpu_pieces_.push_back(&piece);
   }
-  // Else a copy into it may still be under way: it is not used again (the connection has failed, and the fetcher with it).
+  // Else a copy into it may still be under way: it is not used again (the connection has failed,
+  // and the fetcher with it).
 }
 
 // The only news that comes without a message: the endpoint has failed.

@@ -21,7 +21,8 @@ absl::StatusOr<std::unique_ptr<UnitScatter>> UnitScatter::Make(int gpu, size_t u
   std::unique_ptr<UnitScatter> scatter(new UnitScatter(gpu, unit_bytes));
   KVD_ASSIGN_OR_RETURN(scatter->units_, PlacedArray<GatherUnit>::MakePinned(kUnits, kWhat));
   KVD_ASSIGN_OR_RETURN(scatter->valid_, PlacedArray<uint8_t>::MakePinned(kUnits, kWhat));
-  KVD_RETURN_IF_ERROR(GpuStatus(cudaStreamCreateWithFlags(&scatter->stream_, cudaStreamNonBlocking), kWhat));
+  KVD_RETURN_IF_ERROR(
+      GpuStatus(cudaStreamCreateWithFlags(&scatter->stream_, cudaStreamNonBlocking), kWhat));
   return scatter;
 }
 
@@ -40,8 +41,8 @@ bool UnitScatter::Run() {
   if (count == 0) return !failed_before;
   const GpuScope scope(gpu_);
   const bool started = scope.error() == cudaSuccess &&
-                       LaunchGatherUnits(units_.data(), static_cast<int64_t>(count), unit_bytes_, valid_.data(),
-                                         stream_) == cudaSuccess;
+                       LaunchGatherUnits(units_.data(), static_cast<int64_t>(count), unit_bytes_,
+                                         valid_.data(), stream_) == cudaSuccess;
   return cudaStreamSynchronize(stream_) == cudaSuccess && started && !failed_before;
 }
 

@@ -1,4 +1,5 @@
-// Puts units that came together where a worker's list wants them, in a GPU's memory: one kernel for as many as came.
+// Puts units that came together where a worker's list wants them, in a GPU's memory: one kernel for
+// as many as came.
 //
 // Why: copy calls cost 2 to 4 us each, and a list has hundreds of units.
 // Thread safety: compatible. Hot path: Add and Run allocate nothing. Built with KVD_CUDA only.
@@ -25,10 +26,11 @@ class UnitScatter {
   UnitScatter(const UnitScatter&) = delete;
   UnitScatter& operator=(const UnitScatter&) = delete;
 
-  // `unit`, in pinned memory or on the GPU, 16-byte aligned, must stay as it is until Run returned. Runs by itself what has
-  // become too much to remember.
+  // `unit`, in pinned memory or on the GPU, 16-byte aligned, must stay as it is until Run returned.
+  // Runs by itself what has become too much to remember.
   void Add(const uint8_t* unit, uint8_t* destination);
-  // Waits for all that was added. False: a CUDA error, now or in an Add since the last Run; destinations are undefined.
+  // Waits for all that was added. False: a CUDA error, now or in an Add since the last Run;
+  // destinations are undefined.
   bool Run();
 
  private:

@@ -20,11 +20,12 @@ __global__ void __launch_bounds__(kThreads) AppendKernel(const AppendArgs args) 
 }  // namespace
 
 cudaError_t LaunchAppend(const AppendArgs& args, cudaStream_t stream) {
-  if (args.num_sequences < 0 || args.num_kv_heads < 1 || args.head_dim <= 0 || args.head_dim % 8 != 0 ||
-      args.page_tokens < 1)
+  if (args.num_sequences < 0 || args.num_kv_heads < 1 || args.head_dim <= 0 ||
+      args.head_dim % 8 != 0 || args.page_tokens < 1)
     return cudaErrorInvalidValue;
   if (args.num_sequences == 0) return cudaSuccess;
-  const auto rows = static_cast<unsigned>(args.num_sequences) * static_cast<unsigned>(args.num_kv_heads);
+  const auto rows =
+      static_cast<unsigned>(args.num_sequences) * static_cast<unsigned>(args.num_kv_heads);
   AppendKernel<<<rows, kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }

@@ -34,8 +34,8 @@ void Append(const AppendArgs& args);
 }  // namespace ref
 
 #if KVD_CUDA
-// The same on the GPU: every pointer, and every pointer behind one, is to device memory; k, v and tails are
-// 16-byte aligned.
+// The same on the GPU: every pointer, and every pointer behind one, is to device memory; k, v and
+// tails are 16-byte aligned.
 // Stream:   enqueues on `stream` only; allocates nothing; no host sync; capturable.
 // Errors:   cudaErrorInvalidValue unless head_dim is a multiple of 8; else the launch's.
 [[nodiscard]] cudaError_t LaunchAppend(const AppendArgs& args, cudaStream_t stream);

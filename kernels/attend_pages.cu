@@ -1,5 +1,4 @@
 #include "kernels/attend_pages.h"
-
 #include "kernels/attend_row.cuh"
 #include "kernels/step_append.cuh"
 
@@ -21,15 +20,20 @@ struct Places {
   int num_sinks, first_ring_page, tail_page, tail_tokens;
 };
 
-// A row's units by its sequence's pages. The tables are read again where a warp asks for more than its first units, which few
-// lists are long enough for: kept, they would take registers from the products.
+// A row's units by its sequence's pages. The tables are read again where a warp asks for more than
+// its first units, which few lists are long enough for: kept, they would take registers from the
+// products.
 class PageUnits {
  public:
   using Args = AttendPagesArgs;
-  static __host__ __device__ __forceinline__ const AttendArgs& Common(const Args& args) { return args.attend; }
+  static __host__ __device__ __forceinline__ const AttendArgs& Common(const Args& args) {
+    return args.attend;
+  }
 
-  // Reads what is older than select. Every warp reads the token, since which of them has the tail unit is not known yet.
-  __device__ __forceinline__ PageUnits(const Args& args, int64_t row, int /*rank*/, const attend::UnitMemory& /*memory*/)
+  // Reads what is older than select. Every warp reads the token, since which of them has the tail
+  // unit is not known yet.
+  __device__ __forceinline__ PageUnits(const Args& args, int64_t row, int /*rank*/,
+                                       const attend::UnitMemory& /*memory*/)
       : args_(args),
         row_(static_cast<int>(row)),
         token_(ShapeOf(args), row_, args.k, args.v),
@@ -47,7 +51,8 @@ class PageUnits {
   }
 
   __device__ __forceinline__ int Count() const {
-    const int count = places_.num_sinks + args_.num_selected[row_] + places_.tail_page - places_.first_ring_page + 1;
+    const int count = places_.num_sinks + args_.num_selected[row_] + places_.tail_page -
+                      places_.first_ring_page + 1;
     return places_.units == nullptr ? 0 : count;
   }
 
@@ -55,20 +60,25 @@ class PageUnits {
     const Places places = is_first ? places_ : Read();
     const int s = u - places.num_sinks, num_selected = args_.num_selected[row_];
     int page = u;  // a sink
-    if (s >= 0 && s < args_.max_selected) page = args_.selected[int64_t{row_} * args_.max_selected + s];
+    if (s >= 0 && s < args_.max_selected)
+      page = args_.selected[int64_t{row_} * args_.max_selected + s];
     if (s >= num_selected) page = places.first_ring_page + s - num_selected;
     const int64_t stride = int64_t{args_.num_layers} * args_.attend.num_kv_heads * UnitBytes();
-    return {places.units + page * stride, page == places.tail_page ? places.tail_tokens : args_.attend.page_tokens};
+    return {places.units + page * stride,
+            page == places.tail_page ? places.tail_tokens : args_.attend.page_tokens};
   }
 
  private:
-  __device__ __forceinline__ int UnitBytes() const { return args_.attend.head_dim * args_.attend.page_tokens * 4; }
+  __device__ __forceinline__ int UnitBytes() const {
+    return args_.attend.head_dim * args_.attend.page_tokens * 4;
+  }
   __device__ __forceinline__ Places Read() const {
     const StepRow& sequence = args_.rows[row_ / args_.attend.num_kv_heads];
-    const int64_t unit = int64_t{args_.layer} * args_.attend.num_kv_heads + row_ % args_.attend.num_kv_heads;
+    const int64_t unit =
+        int64_t{args_.layer} * args_.attend.num_kv_heads + row_ % args_.attend.num_kv_heads;
     const Tail tail = TailOf(sequence.num_tokens, args_.attend.page_tokens);
-    return {sequence.num_tokens < 0 ? nullptr : sequence.ring + unit * UnitBytes(), sequence.num_sinks,
-            sequence.first_ring_page, tail.page, tail.num_tokens + 1};
+    return {sequence.num_tokens < 0 ? nullptr : sequence.ring + unit * UnitBytes(),
+            sequence.num_sinks, sequence.first_ring_page, tail.page, tail.num_tokens + 1};
   }
 
   const Args& args_;
@@ -80,8 +90,8 @@ class PageUnits {
 }  // namespace
 
 cudaError_t LaunchAttendPages(const AttendPagesArgs& args, cudaStream_t stream) {
-  if (args.num_layers < 1 || args.layer < 0 || args.layer >= args.num_layers || args.k == nullptr || args.v == nullptr ||
-      args.max_selected < 0)
+  if (args.num_layers < 1 || args.layer < 0 || args.layer >= args.num_layers || args.k == nullptr ||
+      args.v == nullptr || args.max_selected < 0)
     return cudaErrorInvalidValue;
   return attend::Launch<PageUnits>(args, stream);
 }

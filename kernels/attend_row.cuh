@@ -1,11 +1,12 @@
-// Decode attention on the GPU: one cluster of CTAs a (sequence, KV head), whose units (attend_tile.cuh: Units) are dealt to
-// 8 parts of 8 slots each. A CTA has one part, or several in turn where there are more rows than the device takes at once:
-// its warps then never run dry between them. Each warp streams the units of its slot; the CTA merges a part's warps and
-// sends every CTA of the cluster the share of the output that is its to finish. One launch; nothing goes through global
-// memory.
+// Decode attention on the GPU: one cluster of CTAs a (sequence, KV head), whose units
+// (attend_tile.cuh: Units) are dealt to 8 parts of 8 slots each. A CTA has one part, or several in
+// turn where there are more rows than the device takes at once: its warps then never run dry
+// between them. Each warp streams the units of its slot; the CTA merges a part's warps and sends
+// every CTA of the cluster the share of the output that is its to finish. One launch; nothing goes
+// through global memory.
 //
-// Repeatability: which slot and part a unit is of, and the order of every sum, depend on the row's units alone.
-// Device code, and the launch. Internal to attend*.cu.
+// Repeatability: which slot and part a unit is of, and the order of every sum, depend on the row's
+// units alone. Device code, and the launch. Internal to attend*.cu.
 
 #ifndef LOCKS_KVD_KERNELS_ATTEND_ROW_CUH_
 #define LOCKS_KVD_KERNELS_ATTEND_ROW_CUH_
@@ -20,8 +21,9 @@ namespace kvd::attend {
 
 constexpr int kWarps = kSlots / kParts;
 constexpr int kThreads = 32 * kWarps;
-// How many parts a CTA has: with few rows one, since a list is short and a single sequence would leave most of the device idle;
-// with more as many as let all CTAs run at once. Clusters of 8 with two CTAs an SM leave some places empty.
+// How many parts a CTA has: with few rows one, since a list is short and a single sequence would
+// leave most of the device idle; with more as many as let all CTAs run at once. Clusters of 8 with
+// two CTAs an SM leave some places empty.
 constexpr int kSomeRows = 31, kManyRows = 64;
 constexpr int kEachOfSome = 2, kEachOfMany = 4;
 
@@ -29,24 +31,28 @@ struct Part {
   float max, sum;
 };
 
-// What is left of a CTA's shared memory beside the warps' areas. Marked "from all": written by the whole cluster.
+// What is left of a CTA's shared memory beside the warps' areas. Marked "from all": written by the
+// whole cluster.
 template <class S, int kEach>
 struct Shared {
   static constexpr int kCluster = kParts / kEach;
-  alignas(16) float o[kParts][S::kPadded * S::kDim / kCluster];  // from all: sums of this CTA's share of the output
-  Part parts[kParts][S::kPadded];                                // from all: of every head
+  alignas(16) float o[kParts][S::kPadded * S::kDim /
+                              kCluster];  // from all: sums of this CTA's share of the output
+  Part parts[kParts][S::kPadded];         // from all: of every head
   Part warps[kWarps][S::kPadded];
   uint64_t here;  // barrier of what comes from all
 };
 
-// Where a warp leaves its sums: in its own area, which is free after its only part, or behind the areas.
+// Where a warp leaves its sums: in its own area, which is free after its only part, or behind the
+// areas.
 template <class S, int kEach>
 __host__ __device__ constexpr int SumsStride(int group) {
   return kEach == 1 ? static_cast<int>(S::kWarpBytes) : group * S::kHeadStride * 4;
 }
 template <class S, int kEach>
 __host__ __device__ constexpr int SharedAt(int group) {
-  return kWarps * static_cast<int>(S::kWarpBytes) + (kEach == 1 ? 0 : kWarps * SumsStride<S, kEach>(group));
+  return kWarps * static_cast<int>(S::kWarpBytes) +
+         (kEach == 1 ? 0 : kWarps * SumsStride<S, kEach>(group));
 }
 // Where the units' own part begins.
 template <class S, int kEach>
@@ -96,11 +102,11 @@ __device__ __forceinline__ void HandOver(const AttendArgs& args, const State<S>&
   }
 }
 
-// Merges the CTA's warps into part `part`; every CTA of the cluster gets the part of every head, and of the sums the
-// share that it finishes: vectors of four dims in order, as many for each.
+// Merges the CTA's warps into part `part`; every CTA of the cluster gets the part of every head,
+// and of the sums the share that it finishes: vectors of four dims in order, as many for each.
 template <class S, int kEach>
-__device__ __forceinline__ void SendMerged(const AttendArgs& args, const unsigned char* sums, int part,
-                                           Shared<S, kEach>* shared) {
+__device__ __forceinline__ void SendMerged(const AttendArgs& args, const unsigned char* sums,
+                                           int part, Shared<S, kEach>* shared) {
   constexpr int kCluster = kParts / kEach, kVectors = S::kDim / 4;  // of a head
   const int share = args.group * kVectors / kCluster;
   const auto part_of = [&](int head, float(&max)[kWarps]) {
@@ -117,10 +123,12 @@ __device__ __forceinline__ void SendMerged(const AttendArgs& args, const unsigne
     for (int w = 0; w < kWarps; ++w) {
       const float weight = Weight(max[w], all);
       const float4 x = *reinterpret_cast<const float4*>(
-          reinterpret_cast<const float*>(sums + w * SumsStride<S, kEach>(args.group)) + head * S::kHeadStride + d);
+          reinterpret_cast<const float*>(sums + w * SumsStride<S, kEach>(args.group)) +
+          head * S::kHeadStride + d);
       o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
     }
-    const uint4 bits = {__float_as_uint(o.x), __float_as_uint(o.y), __float_as_uint(o.z), __float_as_uint(o.w)};
+    const uint4 bits = {__float_as_uint(o.x), __float_as_uint(o.y), __float_as_uint(o.z),
+                        __float_as_uint(o.w)};
     ptx::Send(i / share, &shared->o[part][4 * (i % share)], bits, &shared->here);
   }
   for (int i = static_cast<int>(threadIdx.x); i < args.group * kCluster; i += kThreads) {
@@ -137,7 +145,8 @@ __device__ __forceinline__ void SendMerged(const AttendArgs& args, const unsigne
 
 // Finishes this CTA's share of the row's output.
 template <class S, int kEach>
-__device__ void Finish(const AttendArgs& args, int64_t row, int rank, const Shared<S, kEach>& shared) {
+__device__ void Finish(const AttendArgs& args, int64_t row, int rank,
+                       const Shared<S, kEach>& shared) {
   const int share = args.group * S::kDim * kEach / kParts;
   for (int i = static_cast<int>(threadIdx.x); i < share; i += kThreads) {
     const int at = rank * share + i, head = at / S::kDim;
@@ -155,7 +164,8 @@ __device__ void Finish(const AttendArgs& args, int64_t row, int rank, const Shar
     const bool empty = all == NegativeInfinity();
     args.o[row * args.group * S::kDim + at] = empty ? 0 : o / sum;
     if (at % S::kDim == 0)
-      args.lse[row * args.group + head] = empty ? NegativeInfinity() : (all + (log2f(sum) - S::kShift)) * kLn2;
+      args.lse[row * args.group + head] =
+          empty ? NegativeInfinity() : (all + (log2f(sum) - S::kShift)) * kLn2;
   }
 }
 
@@ -172,18 +182,21 @@ __global__ void __cluster_dims__(kParts / kEach, 1, 1) __launch_bounds__(kThread
   if (threadIdx.x == 0) {
     ptx::BarrierInit(&shared->here, 1);
     ptx::BarrierInitFence();
-    ptx::BarrierExpect(&shared->here,
-                       static_cast<uint32_t>(args.group * (S::kDim * kEach * static_cast<int>(sizeof(float)) +
-                                                           kParts * static_cast<int>(sizeof(Part)))));
+    ptx::BarrierExpect(
+        &shared->here,
+        static_cast<uint32_t>(args.group * (S::kDim * kEach * static_cast<int>(sizeof(float)) +
+                                            kParts * static_cast<int>(sizeof(Part)))));
   }
   __syncwarp();
   const int slot = warp * kParts + rank * kEach;  // the warp's first of kEach
-  Units units(all, row, rank,
-              UnitMemory{memory, SharedAt<S, kEach>(args.group), memory + UnitsAt<S, kEach>(args.group)});
+  Units units(
+      all, row, rank,
+      UnitMemory{memory, SharedAt<S, kEach>(args.group), memory + UnitsAt<S, kEach>(args.group)});
   ptx::ClusterArrive();
   AwaitParameters(all);
   WaitForPredecessor();
-  LetSuccessorStart();  // by the time that all have come here, all run: the next scan takes room that nobody else needs
+  // By the time that all have come here, all run: the next scan takes room that nobody else needs.
+  LetSuccessorStart();
   units.Begin(slot, kEach);
   Tiles<kEach, Units> tiles(units, slot);
   units.Append(tiles.num_units(), slot, kEach);
@@ -201,7 +214,9 @@ __global__ void __cluster_dims__(kParts / kEach, 1, 1) __launch_bounds__(kThread
       while (more && tiles.part() == part) AttendTile<S>(args, area, q, &tiles, &more, &state);
     }
     if (part > 0) __syncthreads();  // the last part's sums have been read
-    HandOver<S, kEach>(args, state, reinterpret_cast<float*>(sums + warp * SumsStride<S, kEach>(args.group)), shared);
+    HandOver<S, kEach>(args, state,
+                       reinterpret_cast<float*>(sums + warp * SumsStride<S, kEach>(args.group)),
+                       shared);
     __syncthreads();
     if (part == 0) ptx::ClusterWait();  // the others' barriers are initialised
     if (part == 0) units.End(slot, kEach);
@@ -217,11 +232,14 @@ cudaError_t LaunchParts(const typename Units::Args& all, cudaStream_t stream) {
   const int bytes = SharedBytes<S, kEach, Units>(all);
   if (bytes > kSharedOfACta) return cudaErrorLaunchOutOfResources;
   const auto kernel = AttendKernel<S, kEach, Units>;
-  if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (const cudaError_t e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
       e != cudaSuccess)
     return e;
-  const auto rows = static_cast<unsigned>(args.num_sequences) * static_cast<unsigned>(args.num_kv_heads);
-  return LaunchOverlapped(kernel, rows * (kParts / kEach), kThreads, static_cast<size_t>(bytes), 0, stream, all);
+  const auto rows =
+      static_cast<unsigned>(args.num_sequences) * static_cast<unsigned>(args.num_kv_heads);
+  return LaunchOverlapped(kernel, rows * (kParts / kEach), kThreads, static_cast<size_t>(bytes), 0,
+                          stream, all);
 }
 
 template <class S, class Units>
@@ -243,31 +261,39 @@ cudaError_t LaunchForDim(const typename Units::Args& all, cudaStream_t stream) {
   const AttendArgs& args = Units::Common(all);
   const bool few = args.group <= 8;
   if (args.dtype == KvDtype::kBf16)
-    return few ? LaunchOne<Shape<D, 8, true>, Units>(all, stream) : LaunchOne<Shape<D, 16, true>, Units>(all, stream);
-  return few ? LaunchOne<Shape<D, 8, false>, Units>(all, stream) : LaunchOne<Shape<D, 16, false>, Units>(all, stream);
+    return few ? LaunchOne<Shape<D, 8, true>, Units>(all, stream)
+               : LaunchOne<Shape<D, 16, true>, Units>(all, stream);
+  return few ? LaunchOne<Shape<D, 8, false>, Units>(all, stream)
+             : LaunchOne<Shape<D, 16, false>, Units>(all, stream);
 }
 
-// Checks what all kinds of units share, and launches. cudaErrorLaunchOutOfResources: the units' own part of shared memory
-// has no room.
+// Checks what all kinds of units share, and launches. cudaErrorLaunchOutOfResources: the units' own
+// part of shared memory has no room.
 template <class Units>
 cudaError_t Launch(const typename Units::Args& all, cudaStream_t stream) {
   const AttendArgs& args = Units::Common(all);
-  if (args.num_sequences < 0 || args.num_kv_heads < 1 || args.group < 1 || args.group > 16 || args.max_units < 0 ||
-      (args.page_tokens != 16 && args.page_tokens != 32) ||
+  if (args.num_sequences < 0 || args.num_kv_heads < 1 || args.group < 1 || args.group > 16 ||
+      args.max_units < 0 || (args.page_tokens != 16 && args.page_tokens != 32) ||
       (args.dtype != KvDtype::kBf16 && args.dtype != KvDtype::kFp16))
     return cudaErrorInvalidValue;
   if (args.num_sequences == 0) return cudaSuccess;
   switch (args.head_dim) {
-    case 64: return LaunchForDim<64, Units>(all, stream);
-    case 128: return LaunchForDim<128, Units>(all, stream);
+    case 64:
+      return LaunchForDim<64, Units>(all, stream);
+    case 128:
+      return LaunchForDim<128, Units>(all, stream);
 #if KVD_ALL_GEOMETRIES
-    case 96: return LaunchForDim<96, Units>(all, stream);
-    case 256: return LaunchForDim<256, Units>(all, stream);
+    case 96:
+      return LaunchForDim<96, Units>(all, stream);
+    case 256:
+      return LaunchForDim<256, Units>(all, stream);
 #else
     case 96:
-    case 256: return cudaErrorNotSupported;
+    case 256:
+      return cudaErrorNotSupported;
 #endif
-    default: return cudaErrorInvalidValue;
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 

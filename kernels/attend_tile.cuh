@@ -1,13 +1,17 @@
-// One warp's part of decode attention: 16 tokens at a time through its own shared memory, products on tensor cores.
+// One warp's part of decode attention: 16 tokens at a time through its own shared memory, products
+// on tensor cores.
 //
-// Tiles arrive by asynchronous copies: keys and values of a tile stand in an area each, and an area is filled again
-// as soon as it has been read, so that half a tile a warp is always on its way. Rows are padded by 16 bytes: eight
-// rows at the same dims then lie in different banks. Rows that do not count are zeros: units hold anything there.
-// Products: logits have heads as rows and tokens as columns; sums have dims as rows and heads as columns, for which the
-// logits' layout is the right one as it stands, and which takes half of the registers.
-// Precision: probabilities enter the second product as two parts of the model's dtype, which keeps 2^-17 of each.
-// Lanes: lane 4 g + t holds rows g and g + 8 and columns 2 t and 2 t + 1 of every 16 x 8 product (ptx.cuh).
-// Device code only. Internal to attend*.cu.
+// Tiles arrive by asynchronous copies: keys and values of a tile stand in an area each, and an area
+// is filled again as soon as it has been read, so that half a tile a warp is always on its way.
+// Rows are padded by 16 bytes: eight rows at the same dims then lie in different banks. Rows that
+// do not count are zeros: units hold anything there.
+// Products: logits have heads as rows and tokens as columns; sums have dims as rows and heads as
+// columns, for which the logits' layout is the right one as it stands, and which takes half of the
+// registers.
+// Precision: probabilities enter the second product as two parts of the model's dtype, which keeps
+// 2^-17 of each.
+// Lanes: lane 4 g + t holds rows g and g + 8 and columns 2 t and 2 t + 1 of every 16 x 8 product
+// (ptx.cuh). Device code only. Internal to attend*.cu.
 
 #ifndef LOCKS_KVD_KERNELS_ATTEND_TILE_CUH_
 #define LOCKS_KVD_KERNELS_ATTEND_TILE_CUH_
@@ -39,23 +43,27 @@ struct Shape {
   static constexpr uint32_t kRowBytes = 2 * D + 16;
   static constexpr uint32_t kAreaBytes = kTile * kRowBytes;
   static constexpr uint32_t kWarpBytes = 2 * kAreaBytes;
-  // Probabilities are kept times 2^kShift: the parts of the smallest that matter are then normal fp16 numbers.
+  // Probabilities are kept times 2^kShift: the parts of the smallest that matter are then normal
+  // fp16 numbers.
   static constexpr float kShift = kIsBf16 ? 0 : 14;
   // Floats between a warp's heads when it hands over its sums, in its own area.
   static constexpr int kHeadStride = D + 4;
   static_assert(kPadded * kHeadStride * 4 <= kWarpBytes);
 };
 
-__device__ __forceinline__ float NegativeInfinity() { return __int_as_float(static_cast<int>(0xFF800000u)); }
+__device__ __forceinline__ float NegativeInfinity() {
+  return __int_as_float(static_cast<int>(0xFF800000u));
+}
 
 // 2^(x - max), 0 for an empty part, never NaN.
 __device__ __forceinline__ float Weight(float x, float max) {
   return x == NegativeInfinity() ? 0.0f : ptx::Exp2(x - max);
 }
 
-// --- a warp's tiles --------------------------------------------------------------------------------
+// --- a warp's tiles ------------------------------------------------------------------------------
 
-// Unit u of a row is of slot u % kSlots; part p is the slots p, p + kParts, ..: one for each warp of a CTA.
+// Unit u of a row is of slot u % kSlots; part p is the slots p, p + kParts, ..: one for each warp
+// of a CTA.
 constexpr int kSlots = 64;
 constexpr int kParts = 8;
 
@@ -77,19 +85,25 @@ struct UnitMemory {
 class ListedUnits {
  public:
   using Args = AttendArgs;
-  static __host__ __device__ __forceinline__ const AttendArgs& Common(const Args& args) { return args; }
+  static __host__ __device__ __forceinline__ const AttendArgs& Common(const Args& args) {
+    return args;
+  }
   static int SharedBytes(const Args& /*args*/, int /*area_bytes*/) { return 0; }
   // Before the kernel waits for its predecessor. `rank`: of the CTA in its cluster.
-  __device__ __forceinline__ ListedUnits(const Args& args, int64_t row, int /*rank*/, const UnitMemory& /*memory*/)
-      : units_(args.units + row * args.max_units), num_units_(args.num_units + row), max_units_(args.max_units) {}
-  // By the warp whose slots are [slot, slot + num): after that wait, whole CTAs; before it reads a unit, `count` being the row's;
-  // and whole CTAs again when the cluster has waited for what each CTA did up to Begin.
+  __device__ __forceinline__ ListedUnits(const Args& args, int64_t row, int /*rank*/,
+                                         const UnitMemory& /*memory*/)
+      : units_(args.units + row * args.max_units),
+        num_units_(args.num_units + row),
+        max_units_(args.max_units) {}
+  // By the warp whose slots are [slot, slot + num): after that wait, whole CTAs; before it reads a
+  // unit, `count` being the row's; and whole CTAs again when the cluster has waited for what each
+  // CTA did up to Begin.
   __device__ __forceinline__ void Begin(int /*slot*/, int /*num*/) const {}
   __device__ __forceinline__ void Append(int /*count*/, int /*slot*/, int /*num*/) const {}
   __device__ __forceinline__ void End(int /*slot*/, int /*num*/) const {}
   __device__ __forceinline__ int Count() const { return *num_units_; }
-  // Unit u, `is_first` of those that its warp asks for; anything from Count() on, so that it can be asked for before that is
-  // known.
+  // Unit u, `is_first` of those that its warp asks for; anything from Count() on, so that it can be
+  // asked for before that is known.
   __device__ __forceinline__ UnitRef At(int u, bool /*is_first*/) const {
     return u < max_units_ ? units_[u] : UnitRef{nullptr, 0};
   }
@@ -100,9 +114,9 @@ class ListedUnits {
   int max_units_;
 };
 
-// Goes through a warp's units of kEach neighbouring parts, from slot `slot` on, 16 tokens at a time: part by part, and
-// in each through units slot, slot + kSlots, ... Lanes hold the references of the next 32 / kEach units of each part.
-// All members but `mine` are the same in all lanes.
+// Goes through a warp's units of kEach neighbouring parts, from slot `slot` on, 16 tokens at a
+// time: part by part, and in each through units slot, slot + kSlots, ... Lanes hold the references
+// of the next 32 / kEach units of each part. All members but `mine` are the same in all lanes.
 template <int kEach, class Units>
 class Tiles {
  public:
@@ -121,7 +135,8 @@ class Tiles {
         if (kEach == 1 || ++part_ == kEach) return false;
         turn_ = 0;
       }
-      if (kEach == 1 ? turn_ != 0 && turn_ % 32 == 0 : turn_ / kTurns != window_) Load(turn_ / kTurns, false);
+      if (kEach == 1 ? turn_ != 0 && turn_ % 32 == 0 : turn_ / kTurns != window_)
+        Load(turn_ / kTurns, false);
       const int lane = part() * kTurns + turn_ % kTurns;
       unit_ = reinterpret_cast<const uint8_t*>(
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine_.unit), lane));
@@ -134,7 +149,9 @@ class Tiles {
   __device__ __forceinline__ int part() const { return kEach == 1 ? 0 : part_; }
   __device__ __forceinline__ int num_tokens() const { return min(kTile, tokens_ - first_); }
   // Rows from the tile's first token on, of keys, or of values `offset` bytes later.
-  __device__ __forceinline__ const uint8_t* Rows(int row_bytes) const { return unit_ + first_ * row_bytes; }
+  __device__ __forceinline__ const uint8_t* Rows(int row_bytes) const {
+    return unit_ + first_ * row_bytes;
+  }
 
  private:
   static constexpr int kTurns = 32 / kEach;
@@ -159,12 +176,13 @@ __device__ __forceinline__ void StartRows(uint32_t area, const uint8_t* rows, in
 #pragma unroll
   for (int i = 0; i < kTile * kPieces / 32; ++i) {
     const int piece = 32 * i + lane, row = piece / kPieces;
-    ptx::AsyncCopy16(area + static_cast<uint32_t>(row) * S::kRowBytes + static_cast<uint32_t>(piece % kPieces) * 16,
+    ptx::AsyncCopy16(area + static_cast<uint32_t>(row) * S::kRowBytes +
+                         static_cast<uint32_t>(piece % kPieces) * 16,
                      rows + piece * 16, row < num_tokens ? 16 : 0);
   }
 }
 
-// --- queries, sums ---------------------------------------------------------------------------------
+// --- queries, sums -------------------------------------------------------------------------------
 
 // The queries of a KV head as A operands: rows g and g + 8 are heads.
 template <class S>
@@ -178,7 +196,8 @@ __device__ __forceinline__ Queries<S> LoadQueries(const AttendArgs& args, int64_
 #pragma unroll
   for (int set = 0; set < S::kSets; ++set) {
     const int head = g + 8 * set;
-    const auto* source = reinterpret_cast<const uint32_t*>(args.query + (row * args.group + head) * S::kDim);
+    const auto* source =
+        reinterpret_cast<const uint32_t*>(args.query + (row * args.group + head) * S::kDim);
 #pragma unroll
     for (int step = 0; step < S::kSteps; ++step) {
       q.a[step][set] = head < args.group ? source[8 * step + t] : 0;
@@ -188,8 +207,8 @@ __device__ __forceinline__ Queries<S> LoadQueries(const AttendArgs& args, int64_
   return q;
 }
 
-// A warp's running softmax. max: of head g + 8 set, the same in its four lanes; sum: each lane's own tokens;
-// o[set][step][2 j + i]: dim 16 step + 8 j + g of head 8 set + 2 t + i.
+// A warp's running softmax. max: of head g + 8 set, the same in its four lanes; sum: each lane's
+// own tokens; o[set][step][2 j + i]: dim 16 step + 8 j + g of head 8 set + 2 t + i.
 template <class S>
 struct State {
   float max[S::kSets];
@@ -198,7 +217,8 @@ struct State {
 };
 
 template <class S>
-__device__ __forceinline__ void Product(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void Product(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                        uint32_t b1) {
   if constexpr (S::kBf16) {
     ptx::MmaBf16(d, a, b0, b1, d);
   } else {
@@ -208,8 +228,8 @@ __device__ __forceinline__ void Product(float (&d)[4], const uint32_t (&a)[4], u
 
 // Logits in units of ln 2: x[set][2 j + i] is token 8 j + 2 t + i; -inf from num_tokens on.
 template <class S>
-__device__ __forceinline__ void TileLogits(const AttendArgs& args, uint32_t keys, int num_tokens, const Queries<S>& q,
-                                           float (&x)[S::kSets][4]) {
+__device__ __forceinline__ void TileLogits(const AttendArgs& args, uint32_t keys, int num_tokens,
+                                           const Queries<S>& q, float (&x)[S::kSets][4]) {
   const int lane = threadIdx.x % 32, t = lane % 4;
   float acc[2][4] = {};
   const uint32_t mine = keys + static_cast<uint32_t>(lane / 16 * 8 + lane % 8) * S::kRowBytes +
@@ -233,7 +253,8 @@ __device__ __forceinline__ void TileLogits(const AttendArgs& args, uint32_t keys
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float logit = acc[i / 2][2 * set + i % 2] * scale2;
-      if (args.logit_softcap > 0) logit = args.logit_softcap * kLog2e * tanhf(logit * kLn2 / args.logit_softcap);
+      if (args.logit_softcap > 0)
+        logit = args.logit_softcap * kLog2e * tanhf(logit * kLn2 / args.logit_softcap);
       logit = fminf(fmaxf(logit, -kMaxLogit2), kMaxLogit2);
       x[set][i] = 8 * (i / 2) + 2 * t + i % 2 < num_tokens ? logit : NegativeInfinity();
     }
@@ -260,9 +281,11 @@ __device__ __forceinline__ Split SplitPair(float x, float y) {
   }
 }
 
-// Takes a tile's logits into the state; `parts` become its probabilities: [set][tokens 0..7, 8..15].
+// Takes a tile's logits into the state; `parts` become its probabilities: [set][tokens 0..7,
+// 8..15].
 template <class S>
-__device__ __forceinline__ void AddLogits(const float (&x)[S::kSets][4], State<S>* state, Split (&parts)[S::kSets][2]) {
+__device__ __forceinline__ void AddLogits(const float (&x)[S::kSets][4], State<S>* state,
+                                          Split (&parts)[S::kSets][2]) {
   float decay[S::kSets];
 #pragma unroll
   for (int set = 0; set < S::kSets; ++set) {
@@ -280,14 +303,16 @@ __device__ __forceinline__ void AddLogits(const float (&x)[S::kSets][4], State<S
 #pragma unroll
   for (int set = 0; set < S::kSets; ++set) {
     const int owner = threadIdx.x % 4 * 8;  // a lane of head 2 t
-    const float even = __shfl_sync(kAllLanes, decay[set], owner), odd = __shfl_sync(kAllLanes, decay[set], owner + 4);
+    const float even = __shfl_sync(kAllLanes, decay[set], owner),
+                odd = __shfl_sync(kAllLanes, decay[set], owner + 4);
 #pragma unroll
     for (float(&o)[4] : state->o[set]) o[0] *= even, o[1] *= odd, o[2] *= even, o[3] *= odd;
   }
 }
 
 template <class S>
-__device__ __forceinline__ void AddValues(uint32_t values, const Split (&parts)[S::kSets][2], State<S>* state) {
+__device__ __forceinline__ void AddValues(uint32_t values, const Split (&parts)[S::kSets][2],
+                                          State<S>* state) {
   const int lane = threadIdx.x % 32;
   const uint32_t mine = values + static_cast<uint32_t>(lane / 16 * 8 + lane % 8) * S::kRowBytes +
                         static_cast<uint32_t>(lane / 8 % 2) * 16;
@@ -305,11 +330,13 @@ __device__ __forceinline__ void AddValues(uint32_t values, const Split (&parts)[
 
 // Starts the copies of a warp's first tile. `area`: kWarpBytes of shared memory of its own.
 template <class S, class Tiles>
-__device__ __forceinline__ void StartTile(const AttendArgs& args, uint32_t area, const Tiles& tiles) {
+__device__ __forceinline__ void StartTile(const AttendArgs& args, uint32_t area,
+                                          const Tiles& tiles) {
   constexpr int kRow = 2 * S::kDim;
   StartRows<S>(area, tiles.Rows(kRow), tiles.num_tokens());
   ptx::AsyncCommit();
-  StartRows<S>(area + S::kAreaBytes, tiles.Rows(kRow) + args.page_tokens * kRow, tiles.num_tokens());
+  StartRows<S>(area + S::kAreaBytes, tiles.Rows(kRow) + args.page_tokens * kRow,
+               tiles.num_tokens());
   ptx::AsyncCommit();
 }
 
@@ -321,11 +348,12 @@ __device__ __forceinline__ State<S> EmptyState() {
   return state;
 }
 
-// Takes the warp's tile, whose copies are on their way, into the state, and starts those of the next. *more: there is
-// one.
+// Takes the warp's tile, whose copies are on their way, into the state, and starts those of the
+// next. *more: there is one.
 template <class S, class Tiles>
-__device__ __forceinline__ void AttendTile(const AttendArgs& args, uint32_t area, const Queries<S>& q, Tiles* tiles,
-                                           bool* more, State<S>* state) {
+__device__ __forceinline__ void AttendTile(const AttendArgs& args, uint32_t area,
+                                           const Queries<S>& q, Tiles* tiles, bool* more,
+                                           State<S>* state) {
   constexpr int kRow = 2 * S::kDim;
   const uint32_t keys = area, values = area + S::kAreaBytes;
   const int num_tokens = tiles->num_tokens(), to_values = args.page_tokens * kRow;
@@ -347,11 +375,12 @@ __device__ __forceinline__ void AttendTile(const AttendArgs& args, uint32_t area
   ptx::AsyncCommit();
 }
 
-// All tiles of a warp with one part. A function of its own: written into the kernel's loop over parts, as it is where
-// there are several, it costs registers that this one then has to spill (3% at batch 1).
+// All tiles of a warp with one part. A function of its own: written into the kernel's loop over
+// parts, as it is where there are several, it costs registers that this one then has to spill (3%
+// at batch 1).
 template <class S, class Tiles>
-__device__ __forceinline__ State<S> AttendOnly(const AttendArgs& args, uint32_t area, const Queries<S>& q, Tiles* tiles,
-                                               bool* more) {
+__device__ __forceinline__ State<S> AttendOnly(const AttendArgs& args, uint32_t area,
+                                               const Queries<S>& q, Tiles* tiles, bool* more) {
   State<S> state = EmptyState<S>();
 #pragma unroll 1
   while (*more) AttendTile<S>(args, area, q, tiles, more, &state);

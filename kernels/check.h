@@ -1,4 +1,5 @@
-// Checks of our own invariants, on in every build. Nothing that a peer or a user sends may reach one.
+// Checks of our own invariants, on in every build. Nothing that a peer or a user sends may reach
+// one.
 
 #ifndef LOCKS_KVD_KERNELS_CHECK_H_
 #define LOCKS_KVD_KERNELS_CHECK_H_
@@ -7,12 +8,12 @@
 #include <cstdlib>
 
 // Ends the process with the place and the condition if `condition` is false.
-#define KVD_CHECK(condition)                                                                 \
-  do {                                                                                       \
-    if (!(condition)) [[unlikely]] {                                                         \
-      std::fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #condition);     \
-      std::abort();                                                                          \
-    }                                                                                        \
+#define KVD_CHECK(condition)                                                             \
+  do {                                                                                   \
+    if (!(condition)) [[unlikely]] {                                                     \
+      std::fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                      \
+    }                                                                                    \
   } while (false)
 
 #if defined(__CUDACC__)

@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kThreads)
     GatherUnitsKernel(const GatherUnit* units, int64_t num_units, int num_words, uint8_t* valid) {
   constexpr int kTeams = kThreads / Team::kThreads;
   WaitForPredecessor();
-  for (int64_t i = int64_t{blockIdx.x} * kTeams + Team::index(); i < num_units; i += int64_t{gridDim.x} * kTeams) {
+  for (int64_t i = int64_t{blockIdx.x} * kTeams + Team::index(); i < num_units;
+       i += int64_t{gridDim.x} * kTeams) {
     const GatherUnit unit = units[i];
     Team team;
     const bool sealed = team.Load(unit.source, num_words, unit.header, unit.generation);
@@ -47,8 +48,8 @@ unsigned GridOf(int64_t num_units) {
 
 }  // namespace
 
-cudaError_t LaunchGatherUnits(const GatherUnit* units, int64_t num_units, size_t unit_bytes, uint8_t* valid,
-                              cudaStream_t stream) {
+cudaError_t LaunchGatherUnits(const GatherUnit* units, int64_t num_units, size_t unit_bytes,
+                              uint8_t* valid, cudaStream_t stream) {
   return WithTeamFor(unit_bytes, [&]<class Team>() -> cudaError_t {
     if (num_units < 0) return cudaErrorInvalidValue;
     if (num_units == 0) return cudaSuccess;

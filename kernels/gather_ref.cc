@@ -16,11 +16,12 @@ using Vector = uint64_t __attribute__((vector_size(16), aligned(1), may_alias));
 // ThreadSanitizer cannot see that, so this function, and nothing but the copy, is exempt; memcpy
 // would not do, since the sanitizer intercepts it. The empty asm keeps the compiler from making a
 // memcpy of the loop.
-// Units are scattered, so the hardware's prefetcher starts anew at each: every line of `next`, the unit
-// that comes after this one, is asked for as this one's is copied (1.5 times memcpy instead of 1.15,
-// bench/fetch_bench).
+// Units are scattered, so the hardware's prefetcher starts anew at each: every line of `next`, the
+// unit that comes after this one, is asked for as this one's is copied (1.5 times memcpy instead of
+// 1.15, bench/fetch_bench).
 __attribute__((no_sanitize("thread"))) void CopyWhileOwnerMayWrite(uint8_t* to, const uint8_t* from,
-                                                                   size_t bytes, const uint8_t* next) {
+                                                                   size_t bytes,
+                                                                   const uint8_t* next) {
   auto* out = reinterpret_cast<Vector*>(to);
   const auto* in = reinterpret_cast<const Vector*>(from);
   for (size_t i = 0; i < bytes / sizeof(Vector); i += 4) {
@@ -54,8 +55,8 @@ int64_t GatherUnits(const GatherUnit* units, int64_t num_units, size_t unit_byte
     const GatherUnit& unit = units[i];
     const uint8_t* next = units[i + 1 < num_units ? i + 1 : i].source;
     CopyWhileOwnerMayWrite(unit.destination, unit.source, unit_bytes, next);
-    const bool sealed =
-        unit.header == nullptr || (unit.generation % 2 == 0 && StillSealed(*unit.header, unit.generation));
+    const bool sealed = unit.header == nullptr ||
+                        (unit.generation % 2 == 0 && StillSealed(*unit.header, unit.generation));
     if (!sealed) std::memset(unit.destination, 0, unit_bytes);
     valid[i] = sealed ? 1 : 0;
     num_valid += sealed;

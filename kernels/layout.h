@@ -1,10 +1,10 @@
-// The bytes of a page: units, slots, records and headers. Every size and offset of the project comes
-// from here, so that no two places can disagree.
+// The bytes of a page: units, slots, records and headers. Every size and offset of the project
+// comes from here, so that no two places can disagree.
 //
 // Thread safety: pure functions and plain values.
 // Source: the record is the progressive form of LOCKS' page summary (arXiv 2607.24555, section 3):
-// the same codes, cut into a coarse part that is scanned for every page and a fine part that is read
-// for candidates; see ARCHITECTURE.md, "The record".
+// the same codes, cut into a coarse part that is scanned for every page and a fine part that is
+// read for candidates; see ARCHITECTURE.md, "The record".
 
 #ifndef LOCKS_KVD_KERNELS_LAYOUT_H_
 #define LOCKS_KVD_KERNELS_LAYOUT_H_
@@ -37,24 +37,24 @@ struct KvGeometry {
   int32_t page_tokens = 16;  // B: 16 or 32
   int32_t rank = 8;          // R: 4 or 8
   KvDtype dtype = KvDtype::kBf16;
-  bool rotated = true;          // records and queries are rotated (kernels/rotate.h)
-  float softmax_scale = 0;      // > 0, the model's own
-  float logit_softcap = 0;      // 0: none
+  bool rotated = true;      // records and queries are rotated (kernels/rotate.h)
+  float softmax_scale = 0;  // > 0, the model's own
+  float logit_softcap = 0;  // 0: none
 
-  int group() const { return num_q_heads / num_kv_heads; }          // G
-  int shard_heads() const { return num_kv_heads / num_shards; }     // KV heads of one shard
+  int group() const { return num_q_heads / num_kv_heads; }       // G
+  int shard_heads() const { return num_kv_heads / num_shards; }  // KV heads of one shard
   friend bool operator==(const KvGeometry&, const KvGeometry&) = default;
 };
 
-// Returns nullptr if `geometry` is supported, else a sentence that names the field, what was expected
-// and what to do. The pointer is to a static string.
+// Returns nullptr if `geometry` is supported, else a sentence that names the field, what was
+// expected and what to do. The pointer is to a static string.
 const char* Problem(const KvGeometry& geometry);
 
-// A 64-bit fingerprint of kLayoutVersion and every field of `geometry`; both ends of a session compare
-// it at attach, before any byte is exchanged.
+// A 64-bit fingerprint of kLayoutVersion and every field of `geometry`; both ends of a session
+// compare it at attach, before any byte is exchanged.
 uint64_t LayoutFingerprint(const KvGeometry& geometry);
 
-// --- unit: [K: B x D][V: B x D], contiguous, 2 bytes an element ------------------------------------
+// --- unit: [K: B x D][V: B x D], contiguous, 2 bytes an element ----------------------------------
 
 struct UnitLayout {
   size_t k_bytes;  // also the offset of V
@@ -65,10 +65,10 @@ constexpr UnitLayout MakeUnitLayout(int head_dim, int page_tokens) {
   return {half, 2 * half};
 }
 
-// --- record: a coarse part and a fine part, stored and mirrored apart -----------------------------
+// --- record: a coarse part and a fine part, stored and mirrored apart ----------------------------
 
 enum CoarseField : int {
-  kCentroidHigh,        // hi[D/2]: high nibbles of the centroid, offset binary; even dim in the low nibble
+  kCentroidHigh,        // hi[D/2]: high nibbles of the centroid, offset binary; even dim low
   kCoarseBasis,         // V4[2][D/2]: int4, two's complement; even dim in the low nibble
   kCoarseCoefficients,  // C8[2][B]: int8
   kCoarseScales,        // g[2]: bf16
@@ -128,7 +128,7 @@ static_assert(MakeSummaryLayout(96, 16, 8).coarse_bytes == 192);
 static_assert(MakeSummaryLayout(256, 16, 8).fine_bytes == 1008);
 static_assert(MakeSummaryLayout(64, 16, 4).coarse[kUnitChecksum] % 8 == 0);
 
-// --- slot: one page of one shard -------------------------------------------------------------------
+// --- slot: one page of one shard -----------------------------------------------------------------
 
 // Checksum64 of the unit whose record's coarse part is at `coarse`.
 inline uint64_t UnitChecksumOf(const uint8_t* coarse, const SummaryLayout& layout) {
@@ -137,8 +137,8 @@ inline uint64_t UnitChecksumOf(const uint8_t* coarse, const SummaryLayout& layou
   return checksum;
 }
 
-// Units of a slot stand as [L][shard heads]; its records as all coarse parts [L][shard heads], then all
-// fine parts [L][shard heads].
+// Units of a slot stand as [L][shard heads]; its records as all coarse parts [L][shard heads], then
+// all fine parts [L][shard heads].
 struct SlotLayout {
   int32_t num_layers;
   int32_t shard_heads;
@@ -150,7 +150,8 @@ struct SlotLayout {
     return static_cast<size_t>(num_layers) * static_cast<size_t>(shard_heads);
   }
   size_t unit_idx(int layer, int head) const {
-    return static_cast<size_t>(layer) * static_cast<size_t>(shard_heads) + static_cast<size_t>(head);
+    return static_cast<size_t>(layer) * static_cast<size_t>(shard_heads) +
+           static_cast<size_t>(head);
   }
   size_t slot_bytes() const { return num_units() * unit_bytes; }
   size_t summary_bytes() const { return num_units() * (coarse_bytes + fine_bytes); }
@@ -162,7 +163,7 @@ struct SlotLayout {
 };
 SlotLayout MakeSlotLayout(const KvGeometry& geometry);
 
-// --- page header: one per slot, in memory that readers map read-only ------------------------------
+// --- page header: one per slot, in memory that readers map read-only -----------------------------
 
 // The daemon publishes it; it never reads it back (its truth is private). `generation` is even only
 // while the slot is sealed; it turns odd before any byte of the slot changes, and only grows.

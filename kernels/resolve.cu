@@ -12,7 +12,8 @@ namespace {
 
 using resolve_row::kMaxThreads;
 
-__global__ void __launch_bounds__(kMaxThreads) ResolveKernel(const __grid_constant__ ResolveBatch batch) {
+__global__ void __launch_bounds__(kMaxThreads)
+    ResolveKernel(const __grid_constant__ ResolveBatch batch) {
   extern __shared__ __align__(16) unsigned char memory[];
   const int64_t index = blockIdx.x;
   const resolve_row::Lists found = resolve_row::MakeLists(memory, batch.max_pages);
@@ -24,9 +25,9 @@ __global__ void __launch_bounds__(kMaxThreads) ResolveKernel(const __grid_consta
   const uint64_t step = *batch.step;
   const int num_pages = batch.num_pages[index], i0 = static_cast<int>(threadIdx.x);
   const int32_t* pages = batch.pages + index * batch.max_pages;
-  const int num_misses =
-      resolve_row::FindSlots(row, step, resolve_row::ReadSteps(row), pages, num_pages, i0 < num_pages ? pages[i0] : 0,
-                             [](int, int) {}, found, scratch);
+  const int num_misses = resolve_row::FindSlots(
+      row, step, resolve_row::ReadSteps(row), pages, num_pages, i0 < num_pages ? pages[i0] : 0,
+      [](int, int) {}, found, scratch);
   LetSuccessorStart();
   int32_t* slots = batch.slots + index * batch.max_pages;
   int32_t* misses = batch.miss_idx + index * batch.max_pages;
@@ -65,7 +66,8 @@ __global__ void __launch_bounds__(kEvictThreads)
 }
 
 bool IsValid(const ResolveBatch& batch) {
-  return batch.num_rows >= 0 && batch.max_pages >= 0 && batch.max_slots >= 0 && batch.max_slots <= kMaxCacheSlots;
+  return batch.num_rows >= 0 && batch.max_pages >= 0 && batch.max_slots >= 0 &&
+         batch.max_slots <= kMaxCacheSlots;
 }
 
 }  // namespace
@@ -75,15 +77,18 @@ cudaError_t LaunchResolve(const ResolveBatch& batch, cudaStream_t stream) {
   if (batch.num_rows == 0) return cudaSuccess;
   const int work = std::max(batch.max_slots / 2, batch.max_pages);
   const unsigned threads = work <= 128 ? 128 : work <= 256 ? 256 : work <= 512 ? 512 : kMaxThreads;
-  const int bytes = resolve_row::ListBytes(batch.max_pages) + resolve_row::ScratchBytes(batch.max_pages, batch.max_slots);
-  if (const cudaError_t e = cudaFuncSetAttribute(ResolveKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const int bytes = resolve_row::ListBytes(batch.max_pages) +
+                    resolve_row::ScratchBytes(batch.max_pages, batch.max_slots);
+  if (const cudaError_t e =
+          cudaFuncSetAttribute(ResolveKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
       e != cudaSuccess)
     return e;
-  return LaunchOverlapped(ResolveKernel, static_cast<unsigned>(batch.num_rows), threads, static_cast<size_t>(bytes), 0,
-                          stream, batch);
+  return LaunchOverlapped(ResolveKernel, static_cast<unsigned>(batch.num_rows), threads,
+                          static_cast<size_t>(bytes), 0, stream, batch);
 }
 
-cudaError_t LaunchEvictInvalid(const ResolveBatch& batch, const uint8_t* valid, cudaStream_t stream) {
+cudaError_t LaunchEvictInvalid(const ResolveBatch& batch, const uint8_t* valid,
+                               cudaStream_t stream) {
   if (!IsValid(batch)) return cudaErrorInvalidValue;
   if (batch.num_rows == 0) return cudaSuccess;
   EvictKernel<<<static_cast<unsigned>(batch.num_rows), kEvictThreads, 0, stream>>>(batch, valid);

@@ -75,17 +75,18 @@ struct ResolveBatch {
   int32_t* num_misses;       // [M] out
 };
 
-// Resolve for every row: the same maps, slots and misses as the reference. Counts, rows and step are read when the
-// kernel runs.
+// Resolve for every row: the same maps, slots and misses as the reference. Counts, rows and step
+// are read when the kernel runs.
 // Stream:   one launch, enqueued on `stream` only; allocates nothing; no host sync; capturable.
-// Errors:   cudaErrorInvalidValue if a count is negative or max_slots > kMaxCacheSlots (nothing is enqueued); else
-//           the launch's.
+// Errors:   cudaErrorInvalidValue if a count is negative or max_slots > kMaxCacheSlots (nothing is
+//           enqueued); else the launch's.
 [[nodiscard]] cudaError_t LaunchResolve(const ResolveBatch& batch, cudaStream_t stream);
 
-// Evicts the misses whose fetch failed: those with valid[m, j] = 0, j a position in miss_idx, as LaunchGatherUnits
-// leaves it. Their entry of `slots` becomes -1, so that nothing attends them. Without it the next step would take
-// the slot's bytes for a hit. Stream and Errors as above.
-[[nodiscard]] cudaError_t LaunchEvictInvalid(const ResolveBatch& batch, const uint8_t* valid, cudaStream_t stream);
+// Evicts the misses whose fetch failed: those with valid[m, j] = 0, j a position in miss_idx, as
+// LaunchGatherUnits leaves it. Their entry of `slots` becomes -1, so that nothing attends them.
+// Without it the next step would take the slot's bytes for a hit. Stream and Errors as above.
+[[nodiscard]] cudaError_t LaunchEvictInvalid(const ResolveBatch& batch, const uint8_t* valid,
+                                             cudaStream_t stream);
 #endif
 }  // namespace kvd
 

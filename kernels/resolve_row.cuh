@@ -1,13 +1,15 @@
-// One row of resolve by one CTA: what of a list of pages the page cache holds, and the slots of the rest.
+// One row of resolve by one CTA: what of a list of pages the page cache holds, and the slots of the
+// rest.
 //
-// The m-th miss takes the m-th oldest slot that this step does not use. Hits are marked in a copy of the slots' last steps.
-// For few misses a warp takes the oldest slot out of its registers once for each. For more, slots are counted by age, which
-// tells since when enough of them were not used (by bisecting, where that is long ago); those that are older are ranked among
-// each other, those of that very step go by their number. For very many all are sorted.
-// LaunchResolve does nothing else; the step's kernel goes on to fetch and to attend, and every CTA of its cluster finds the
-// same slots for itself: so finding reads the maps and writes shared memory alone.
-// Pages are distinct and a page that is missed is in no slot, so no two threads write the same entry of a map.
-// Device code only. Internal to kernels/.
+// The m-th miss takes the m-th oldest slot that this step does not use. Hits are marked in a copy
+// of the slots' last steps. For few misses a warp takes the oldest slot out of its registers once
+// for each. For more, slots are counted by age, which tells since when enough of them were not used
+// (by bisecting, where that is long ago); those that are older are ranked among each other, those
+// of that very step go by their number. For very many all are sorted. LaunchResolve does nothing
+// else; the step's kernel goes on to fetch and to attend, and every CTA of its cluster finds the
+// same slots for itself: so finding reads the maps and writes shared memory alone. Pages are
+// distinct and a page that is missed is in no slot, so no two threads write the same entry of a
+// map. Device code only. Internal to kernels/.
 
 #ifndef LOCKS_KVD_KERNELS_RESOLVE_ROW_CUH_
 #define LOCKS_KVD_KERNELS_RESOLVE_ROW_CUH_
@@ -56,7 +58,8 @@ struct Scratch {
     int32_t num;
   };
   Fixed* fixed;
-  uint64_t* order;  // [PowerOfTwo(S)] step << kSlotBits | slot, of the slots that this step does not use
+  uint64_t*
+      order;  // [PowerOfTwo(S)] step << kSlotBits | slot, of the slots that this step does not use
   int32_t* misses;  // [K] positions of the pages that no slot has
 };
 __host__ __device__ inline int PowerOfTwo(int n) {
@@ -65,11 +68,13 @@ __host__ __device__ inline int PowerOfTwo(int n) {
   return power;
 }
 __host__ __device__ inline int ScratchBytes(int max_pages, int max_slots) {
-  return static_cast<int>((sizeof(Scratch::Fixed) + 15) / 16 * 16) + PowerOfTwo(max_slots) * 8 + RoundedPages(max_pages) * 4;
+  return static_cast<int>((sizeof(Scratch::Fixed) + 15) / 16 * 16) + PowerOfTwo(max_slots) * 8 +
+         RoundedPages(max_pages) * 4;
 }
 __device__ __forceinline__ Scratch MakeScratch(unsigned char* memory, int max_slots) {
   auto* order = reinterpret_cast<uint64_t*>(memory + (sizeof(Scratch::Fixed) + 15) / 16 * 16);
-  return {reinterpret_cast<Scratch::Fixed*>(memory), order, reinterpret_cast<int32_t*>(order + PowerOfTwo(max_slots))};
+  return {reinterpret_cast<Scratch::Fixed*>(memory), order,
+          reinterpret_cast<int32_t*>(order + PowerOfTwo(max_slots))};
 }
 
 // The last steps of a thread's first slots: they can be on their way before the pages are known.
@@ -93,7 +98,8 @@ struct Place {
   int num;
 };
 __device__ inline Place PlaceOf(bool mine, Scratch::Fixed* fixed) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = static_cast<int>(blockDim.x) / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32,
+            warps = static_cast<int>(blockDim.x) / 32;
   const uint32_t ballot = __ballot_sync(kAllLanes, mine);
   __syncthreads();  // the last call's counts have been read
   if (lane == 0) fixed->warp_counts[warp] = __popc(ballot);
@@ -101,24 +107,31 @@ __device__ inline Place PlaceOf(bool mine, Scratch::Fixed* fixed) {
   const int count = lane < warps ? fixed->warp_counts[lane] : 0;
   Place place;
   place.num = __reduce_add_sync(kAllLanes, count);
-  place.before = __reduce_add_sync(kAllLanes, lane < warp ? count : 0) + __popc(ballot & ((1u << lane) - 1));
+  place.before =
+      __reduce_add_sync(kAllLanes, lane < warp ? count : 0) + __popc(ballot & ((1u << lane) - 1));
   return place;
 }
 
-__device__ __forceinline__ void PutSteps(const ResolveRow& row, const FirstSteps& first, const Scratch& scratch) {
-  const auto put = [&](int s, uint64_t step) { scratch.order[s] = step << kSlotBits | static_cast<uint64_t>(s); };
+__device__ __forceinline__ void PutSteps(const ResolveRow& row, const FirstSteps& first,
+                                         const Scratch& scratch) {
+  const auto put = [&](int s, uint64_t step) {
+    scratch.order[s] = step << kSlotBits | static_cast<uint64_t>(s);
+  };
   const auto i0 = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
 #pragma unroll
   for (int k = 0; k < FirstSteps::kNum; ++k)
     if (i0 + k * threads < row.num_slots) put(i0 + k * threads, first.step[k]);
-  for (int s = i0 + FirstSteps::kNum * threads; s < row.num_slots; s += threads) put(s, row.slot_step[s]);
+  for (int s = i0 + FirstSteps::kNum * threads; s < row.num_slots; s += threads)
+    put(s, row.slot_step[s]);
 }
 
-// Looks up the row's pages, marks the hits' slots and lists the other pages in order. Returns how many those are.
-// `first_page`: this thread's first page, if it has one; `with_page(i, page)` may start loads of its own.
+// Looks up the row's pages, marks the hits' slots and lists the other pages in order. Returns how
+// many those are. `first_page`: this thread's first page, if it has one; `with_page(i, page)` may
+// start loads of its own.
 template <class WithPage>
-__device__ __forceinline__ int LookUp(const ResolveRow& row, const FirstSteps& steps, const int32_t* pages, int num_pages,
-                                      int first_page, const WithPage& with_page, const Lists& lists,
+__device__ __forceinline__ int LookUp(const ResolveRow& row, const FirstSteps& steps,
+                                      const int32_t* pages, int num_pages, int first_page,
+                                      const WithPage& with_page, const Lists& lists,
                                       const Scratch& scratch) {
   int num_absent = 0;
   for (int first = 0; first < num_pages; first += static_cast<int>(blockDim.x)) {
@@ -153,9 +166,10 @@ __device__ __forceinline__ void Take(int m, int slot, const Lists& lists, const 
   atomicOr(&lists.is_miss[i / 32], 1u << (i % 32));
 }
 
-// By one warp, for at most kFew misses of at most 32 * kOwnSlots slots. Returns how many there are; -1 if a slot was not
-// used for so long that its age has no room beside its number.
-__device__ inline int TakeFew(int num_slots, int need, uint64_t step, const Lists& lists, const Scratch& scratch) {
+// By one warp, for at most kFew misses of at most 32 * kOwnSlots slots. Returns how many there are;
+// -1 if a slot was not used for so long that its age has no room beside its number.
+__device__ inline int TakeFew(int num_slots, int need, uint64_t step, const Lists& lists,
+                              const Scratch& scratch) {
   constexpr uint32_t kOldest = (1u << (32 - kSlotBits)) - 2, kNone = ~0u;
   const int lane = threadIdx.x % 32;
   uint32_t own[kOwnSlots];  // ~age | slot: the smallest is the oldest
@@ -165,7 +179,9 @@ __device__ inline int TakeFew(int num_slots, int need, uint64_t step, const List
     const int s = lane + 32 * k;
     const uint64_t order = s < num_slots ? scratch.order[s] : kInUse;
     const uint64_t age = step - (order >> kSlotBits);
-    own[k] = order == kInUse ? kNone : (kOldest - static_cast<uint32_t>(age)) << kSlotBits | static_cast<uint32_t>(s);
+    own[k] = order == kInUse
+                 ? kNone
+                 : (kOldest - static_cast<uint32_t>(age)) << kSlotBits | static_cast<uint32_t>(s);
     fits = fits && (order == kInUse || age <= kOldest);
   }
   if (!__all_sync(kAllLanes, fits)) return -1;
@@ -209,12 +225,15 @@ __device__ inline int CountUpTo(int size, uint64_t bound, const uint64_t* order)
   return num;
 }
 
-// The earliest step by whose end `need` of the slots that this step does not use were last used, and how many were.
+// The earliest step by whose end `need` of the slots that this step does not use were last used,
+// and how many were.
 struct Since {
   uint64_t step;
   int count;
 };
-__device__ inline uint64_t Through(uint64_t last_step) { return last_step << kSlotBits | (kMaxCacheSlots - 1); }
+__device__ inline uint64_t Through(uint64_t last_step) {
+  return last_step << kSlotBits | (kMaxCacheSlots - 1);
+}
 
 // Finds it among steps up to `high`, by whose end `num` >= need slots were last used.
 __device__ inline Since Bisect(int size, int need, uint64_t high, int num, const uint64_t* order) {
@@ -236,7 +255,8 @@ __device__ inline Since Bisect(int size, int need, uint64_t high, int num, const
 __device__ inline Since CountAges(int size, int* need, uint64_t step, const Scratch& scratch) {
   constexpr int kEach = kAges / 32;  // of a lane, the oldest first
   const int lane = threadIdx.x % 32;
-  for (int i = static_cast<int>(threadIdx.x); i < kAges; i += static_cast<int>(blockDim.x)) scratch.fixed->ages[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kAges; i += static_cast<int>(blockDim.x))
+    scratch.fixed->ages[i] = 0;
   __syncthreads();
   for (int s = static_cast<int>(threadIdx.x); s < size; s += static_cast<int>(blockDim.x)) {
     if (scratch.order[s] == kInUse) continue;
@@ -260,8 +280,10 @@ __device__ inline Since CountAges(int size, int* need, uint64_t step, const Scra
   return Bisect(size, *need, step - (kAges - 1), count, scratch.order);
 }
 
-// The `need` oldest slots that are not in use, at most kMaxRanked of them, to the first misses. Returns how many there are.
-__device__ inline int TakeRanked(int num_slots, int need, uint64_t step, const Lists& lists, const Scratch& scratch) {
+// The `need` oldest slots that are not in use, at most kMaxRanked of them, to the first misses.
+// Returns how many there are.
+__device__ inline int TakeRanked(int num_slots, int need, uint64_t step, const Lists& lists,
+                                 const Scratch& scratch) {
   const auto i0 = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const Since since = CountAges(num_slots, &need, step, scratch);
   if (need == 0) return 0;
@@ -293,9 +315,11 @@ __device__ inline int TakeRanked(int num_slots, int need, uint64_t step, const L
 }
 
 // The same for any number, by sorting all slots.
-__device__ inline int TakeSorted(int num_slots, int need, const Lists& lists, const Scratch& scratch) {
+__device__ inline int TakeSorted(int num_slots, int need, const Lists& lists,
+                                 const Scratch& scratch) {
   const int size = PowerOfTwo(num_slots), threads = static_cast<int>(blockDim.x);
-  for (int s = num_slots + static_cast<int>(threadIdx.x); s < size; s += threads) scratch.order[s] = kInUse;
+  for (int s = num_slots + static_cast<int>(threadIdx.x); s < size; s += threads)
+    scratch.order[s] = kInUse;
   __syncthreads();
   Sort(size, scratch.order);
   int taken = 0;
@@ -308,15 +332,18 @@ __device__ inline int TakeSorted(int num_slots, int need, const Lists& lists, co
   return taken;
 }
 
-// Finds the slots of `num_pages` pages. Returns the number of misses that got one; the first so many of scratch.misses.
-// `first_page`, `with_page`: as LookUp's.
+// Finds the slots of `num_pages` pages. Returns the number of misses that got one; the first so
+// many of scratch.misses. `first_page`, `with_page`: as LookUp's.
 template <class WithPage>
-__device__ __forceinline__ int FindSlots(const ResolveRow& row, uint64_t step, const FirstSteps& steps,
-                                         const int32_t* pages, int num_pages, int first_page, const WithPage& with_page,
+__device__ __forceinline__ int FindSlots(const ResolveRow& row, uint64_t step,
+                                         const FirstSteps& steps, const int32_t* pages,
+                                         int num_pages, int first_page, const WithPage& with_page,
                                          const Lists& lists, const Scratch& scratch) {
-  for (int w = static_cast<int>(threadIdx.x); w < (num_pages + 31) / 32; w += static_cast<int>(blockDim.x))
+  for (int w = static_cast<int>(threadIdx.x); w < (num_pages + 31) / 32;
+       w += static_cast<int>(blockDim.x))
     lists.is_miss[w] = 0;
-  const int num_absent = LookUp(row, steps, pages, num_pages, first_page, with_page, lists, scratch);
+  const int num_absent =
+      LookUp(row, steps, pages, num_pages, first_page, with_page, lists, scratch);
   if (num_absent == 0) return 0;
   int num = -1;
   if (num_absent <= kFew && row.num_slots <= 32 * kOwnSlots) {

@@ -1,4 +1,5 @@
-// The rotation of one row, as RotateQuery does it, bit for bit: by a warp, or by the few lanes that score has for a row.
+// The rotation of one row, as RotateQuery does it, bit for bit: by a warp, or by the few lanes that
+// score has for a row.
 //
 // Device code only. Internal to kernels/.
 
@@ -33,7 +34,8 @@ __device__ __forceinline__ uint16_t ToBits(KvDtype dtype, float x) {
   return static_cast<uint16_t>((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
 }
 
-// One stage inside a lane, if it has one of this size: x[i] and x[i + kHalf] become their sum and their difference.
+// One stage inside a lane, if it has one of this size: x[i] and x[i + kHalf] become their sum and
+// their difference.
 template <int kHalf, int kNum>
 __device__ __forceinline__ void StageInLane(float (&x)[kNum]) {
   if constexpr (kHalf < kNum) {
@@ -47,18 +49,22 @@ __device__ __forceinline__ void StageInLane(float (&x)[kNum]) {
   }
 }
 
-// One stage whose other half is in the lane `step` away. Multiplying by 1 or -1 is exact: other + x or other - x, rounded once.
+// One stage whose other half is in the lane `step` away. Multiplying by 1 or -1 is exact: other + x
+// or other - x, rounded once.
 template <int kNum>
 __device__ __forceinline__ void StageAcrossLanes(int step, float (&x)[kNum]) {
   const float sign = (threadIdx.x & static_cast<unsigned>(step)) == 0 ? 1.0f : -1.0f;
 #pragma unroll
-  for (int i = 0; i < kNum; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(ptx::kAllLanes, x[i], step));
+  for (int i = 0; i < kNum; ++i)
+    x[i] = fmaf(x[i], sign, __shfl_xor_sync(ptx::kAllLanes, x[i], step));
 }
 
-// Lane l holds dims l, l + 32, ...: stages below 32 go across lanes, the rest inside one. Every output is the same tree
-// of sums as in the reference, so the bits are the same. Called by whole warps; row and out may be the same.
+// Lane l holds dims l, l + 32, ...: stages below 32 go across lanes, the rest inside one. Every
+// output is the same tree of sums as in the reference, so the bits are the same. Called by whole
+// warps; row and out may be the same.
 template <int D>
-__device__ __forceinline__ void RotateRow(const uint16_t* row, KvDtype dtype, float norm, uint16_t* out) {
+__device__ __forceinline__ void RotateRow(const uint16_t* row, KvDtype dtype, float norm,
+                                          uint16_t* out) {
   constexpr int kEach = D / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float x[kEach];
@@ -77,10 +83,11 @@ __device__ __forceinline__ void RotateRow(const uint16_t* row, KvDtype dtype, fl
   for (int i = 0; i < kEach; ++i) out[32 * i + lane] = ToBits(dtype, x[i] * norm);
 }
 
-// D 96: each lane of a quad has three groups of 8 dims of twelve, four of which are a matrix. One stage between groups
-// `step` (1 or 2) apart, which may be in any place of any lane.
+// D 96: each lane of a quad has three groups of 8 dims of twelve, four of which are a matrix. One
+// stage between groups `step` (1 or 2) apart, which may be in any place of any lane.
 __device__ __forceinline__ void StageAcrossGroups(int step, float (&x)[24]) {
-  const int t = static_cast<int>(threadIdx.x) % 4, first_lane = static_cast<int>(threadIdx.x) % 32 - t;
+  const int t = static_cast<int>(threadIdx.x) % 4,
+            first_lane = static_cast<int>(threadIdx.x) % 32 - t;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     float after[3];
@@ -100,8 +107,8 @@ __device__ __forceinline__ void StageAcrossGroups(int step, float (&x)[24]) {
   }
 }
 
-// Lanes that have a row together, dims in order: a quad, lane t with dims [t D/4, (t + 1) D/4); or two quads 16 lanes apart,
-// the upper one with the second half of what lane t would have.
+// Lanes that have a row together, dims in order: a quad, lane t with dims [t D/4, (t + 1) D/4); or
+// two quads 16 lanes apart, the upper one with the second half of what lane t would have.
 template <int D, int kLanes>
 struct Lanes {
   static_assert(kLanes == 4 || (kLanes == 8 && D != 96));
@@ -118,10 +125,12 @@ struct Lanes {
 #pragma unroll
     for (int base = 0; base < kEach; base += 32) {
       const int word = (first + base) / 32;
-      const uint32_t signs = __funnelshift_r(kSigns.words[word], kSigns.words[min(word + 1, kWords - 1)], first % 32);
+      const uint32_t signs =
+          __funnelshift_r(kSigns.words[word], kSigns.words[min(word + 1, kWords - 1)], first % 32);
 #pragma unroll
       for (int i = 0; i < 32 && base + i < kEach; ++i)
-        x[base + i] = __uint_as_float(__float_as_uint(x[base + i]) ^ (signs << (31 - i) & 0x80000000u));
+        x[base + i] =
+            __uint_as_float(__float_as_uint(x[base + i]) ^ (signs << (31 - i) & 0x80000000u));
     }
     StageInLane<1>(x);
     StageInLane<2>(x);

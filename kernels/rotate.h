@@ -22,8 +22,8 @@
 
 namespace kvd {
 
-// The signs s, a prefix of one sequence for every head_dim: bit d % 32 of word d / 32 is set where dim
-// d changes its sign.
+// The signs s, a prefix of one sequence for every head_dim: bit d % 32 of word d / 32 is set where
+// dim d changes its sign.
 struct RotationSigns {
   static constexpr int kMaxDim = 256;
   uint32_t words[kMaxDim / 32];

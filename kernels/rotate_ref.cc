@@ -14,7 +14,8 @@ constexpr int kMaxDim = RotationSigns::kMaxDim;
 std::array<float, kMaxDim> MakeSigns() {
   constexpr RotationSigns kSigns = MakeRotationSigns();
   std::array<float, kMaxDim> signs;
-  for (size_t d = 0; d < kMaxDim; ++d) signs[d] = (kSigns.words[d / 32] >> (d % 32) & 1) != 0 ? -1.0f : 1.0f;
+  for (size_t d = 0; d < kMaxDim; ++d)
+    signs[d] = (kSigns.words[d / 32] >> (d % 32) & 1) != 0 ? -1.0f : 1.0f;
   return signs;
 }
 

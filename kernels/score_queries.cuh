@@ -12,11 +12,12 @@
 
 namespace kvd::score {
 
-// The queries of one KV head as the A operand, in fixed point: each head is scaled by a power of two so that
-// its largest component is in [2^17, 2^18), rounded to integers (an error of 2^-18 of that component at most; even dims:
-// sixteenths) and cut into three signed digits, q = 65536 d0 + 256 d1 + d2. Even dims are 16 times as large: a code in a
-// low nibble then weighs what one in a high nibble does, where it stands. Products of digits and codes are exact, and
-// their sums too. Rows of the A operands, one product a line:
+// The queries of one KV head as the A operand, in fixed point: each head is scaled by a power of
+// two so that its largest component is in [2^17, 2^18), rounded to integers (an error of 2^-18 of
+// that component at most; even dims: sixteenths) and cut into three signed digits, q = 65536 d0 +
+// 256 d1 + d2. Even dims are 16 times as large: a code in a low nibble then weighs what one in a
+// high nibble does, where it stands. Products of digits and codes are exact, and their sums too.
+// Rows of the A operands, one product a line:
 //   up to 4 heads:   d0 of heads 0..3, d1 of heads 0..3, d2 of heads 0..3, zeros
 //   up to 8 heads:   d0 of heads 0..7, d1 of heads 0..7 | d2 of heads 0..7, zeros
 //   up to 16 heads:  d0 of all heads | d1 of all heads | d2 of all heads
@@ -25,13 +26,13 @@ struct Queries {
   uint32_t a[S::kMmas][S::kWords][4];
   int32_t start[S::kMmas][4];      // what sums start from: kMagic, less what the codes' offsets add
   int32_t low_start[S::kMmas][4];  // the same for the centroid's low nibbles; only in a full scan
-  float middle[S::kSets];     // 7.5 times the sum of the scaled components
-  float factor[S::kSets];     // scale * log2(e) * what undoes the power of two
-  float half_norm[S::kSets];  // .5 * scale^2 * |q|^2 * log2(e)
+  float middle[S::kSets];          // 7.5 times the sum of the scaled components
+  float factor[S::kSets];          // scale * log2(e) * what undoes the power of two
+  float half_norm[S::kSets];       // .5 * scale^2 * |q|^2 * log2(e)
 };
 
-// Sums of products start at 1.5 2^23 as a float: their bits are then at once those of the float 1.5 2^23 + sum, exact for
-// |sum| <= 2^22, which no 256 products of int8 values exceed.
+// Sums of products start at 1.5 2^23 as a float: their bits are then at once those of the float 1.5
+// 2^23 + sum, exact for |sum| <= 2^22, which no 256 products of int8 values exceed.
 inline constexpr float kMagic = 12582912.0f;
 inline constexpr int32_t kMagicBits = 0x4B400000;
 // The same with the sign of the float: -1.5 2^23 - sum. Only for sums that are 0.
@@ -45,8 +46,9 @@ __device__ __forceinline__ int DigitOf(int mma, int upper) {
   return mma;
 }
 
-// What a lane reads of the queries of a KV head. Apart from what is made of it, so that the first loads are on their way
-// before the ring's second copies: behind all of those they take three times as long.
+// What a lane reads of the queries of a KV head. Apart from what is made of it, so that the first
+// loads are on their way before the ring's second copies: behind all of those they take three times
+// as long.
 template <class S>
 struct QueryBits {
   uint4 at[S::kSets][S::kWords];
@@ -65,7 +67,8 @@ __device__ __forceinline__ QueryBits<S> FetchQueries(const ScoreArgs& args, int 
                              threadIdx.x % 4 * (S::kDim / 4);
 #pragma unroll
     for (int w = 0; w < S::kWords; ++w)
-      bits.at[set][w] = HeadOf<S>(set) < args.group ? *reinterpret_cast<const uint4*>(source + 8 * w) : uint4{};
+      bits.at[set][w] =
+          HeadOf<S>(set) < args.group ? *reinterpret_cast<const uint4*>(source + 8 * w) : uint4{};
   }
   return bits;
 }
@@ -84,8 +87,8 @@ __device__ __forceinline__ uint32_t BitsOf(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// What RotateQuery makes of the heads that a lane's quad has, in place: the same bits (of a NaN: some NaN's). Up to 4 heads
-// the lanes 16 apart have the same dims: each rotates half of them.
+// What RotateQuery makes of the heads that a lane's quad has, in place: the same bits (of a NaN:
+// some NaN's). Up to 4 heads the lanes 16 apart have the same dims: each rotates half of them.
 template <class S, bool kBf16>
 __device__ __forceinline__ void RotateBits(uint4 (&bits)[S::kWords]) {
   constexpr bool kShared = S::kPadded == 4 && S::kDim != 96;
@@ -106,12 +109,14 @@ __device__ __forceinline__ void RotateBits(uint4 (&bits)[S::kWords]) {
   rotation::Lanes<S::kDim, kShared ? 8 : 4>::Rotate(x);
 #pragma unroll
   for (int w = 0; w < kMine; ++w) {
-    const uint4 mine = {BitsOf<kBf16>(x[8 * w], x[8 * w + 1]), BitsOf<kBf16>(x[8 * w + 2], x[8 * w + 3]),
-                        BitsOf<kBf16>(x[8 * w + 4], x[8 * w + 5]), BitsOf<kBf16>(x[8 * w + 6], x[8 * w + 7])};
+    const uint4 mine = {
+        BitsOf<kBf16>(x[8 * w], x[8 * w + 1]), BitsOf<kBf16>(x[8 * w + 2], x[8 * w + 3]),
+        BitsOf<kBf16>(x[8 * w + 4], x[8 * w + 5]), BitsOf<kBf16>(x[8 * w + 6], x[8 * w + 7])};
     bits[w] = mine;
     if constexpr (kShared) {
-      const uint4 other = {__shfl_xor_sync(kAllLanes, mine.x, 16), __shfl_xor_sync(kAllLanes, mine.y, 16),
-                           __shfl_xor_sync(kAllLanes, mine.z, 16), __shfl_xor_sync(kAllLanes, mine.w, 16)};
+      const uint4 other = {
+          __shfl_xor_sync(kAllLanes, mine.x, 16), __shfl_xor_sync(kAllLanes, mine.y, 16),
+          __shfl_xor_sync(kAllLanes, mine.z, 16), __shfl_xor_sync(kAllLanes, mine.w, 16)};
       bits[w] = is_upper ? other : mine;
       bits[w + kMine] = is_upper ? mine : other;
     }
@@ -121,23 +126,28 @@ __device__ __forceinline__ void RotateBits(uint4 (&bits)[S::kWords]) {
 // One digit of four numbers as four int8 values: byte `byte` of each.
 __device__ __forceinline__ uint32_t PackDigit(const uint32_t (&biased)[4], uint32_t byte) {
   const uint32_t pick = byte | (4 + byte) << 4;
-  const uint32_t low = __byte_perm(biased[0], biased[1], pick), high = __byte_perm(biased[2], biased[3], pick);
+  const uint32_t low = __byte_perm(biased[0], biased[1], pick),
+                 high = __byte_perm(biased[2], biased[3], pick);
   return __byte_perm(low, high, 0x5410) ^ 0x80808080u;
 }
 
 // A set of heads: `bits` as FetchQueries gives them.
 template <class S, bool kBf16>
-__device__ __forceinline__ void AddQueries(const ScoreArgs& args, const uint4 (&bits)[S::kWords], int set, Queries<S>* q) {
+__device__ __forceinline__ void AddQueries(const ScoreArgs& args, const uint4 (&bits)[S::kWords],
+                                           int set, Queries<S>* q) {
   uint32_t pairs[S::kWords][4];
-  uint32_t magnitudes = 0;  // largest of the low halves and of the high ones: both formats sort as integers
+  uint32_t magnitudes =
+      0;  // largest of the low halves and of the high ones: both formats sort as integers
 #pragma unroll
   for (int w = 0; w < S::kWords; ++w) {
-    pairs[w][0] = bits[w].x, pairs[w][1] = bits[w].y, pairs[w][2] = bits[w].z, pairs[w][3] = bits[w].w;
+    pairs[w][0] = bits[w].x, pairs[w][1] = bits[w].y, pairs[w][2] = bits[w].z,
+    pairs[w][3] = bits[w].w;
 #pragma unroll
     for (int i = 0; i < 4; ++i) magnitudes = __vmaxu2(magnitudes, pairs[w][i] & 0x7FFF7FFFu);
   }
   const float2 largest = PairOf<kBf16>(magnitudes);
-  const int exponent = max((__float_as_int(ptx::QuadMax(fmaxf(largest.x, largest.y))) >> 23) - 127, -100);
+  const int exponent =
+      max((__float_as_int(ptx::QuadMax(fmaxf(largest.x, largest.y))) >> 23) - 127, -100);
   const float shrink = __int_as_float((127 + 17 - exponent) << 23);
   const float undo = __int_as_float((127 + exponent - 17) << 23);
 
@@ -163,9 +173,11 @@ __device__ __forceinline__ void AddQueries(const ScoreArgs& args, const uint4 (&
         const int digit = DigitOf<S>(mma, upper);
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          const uint32_t packed = digit == 3 ? 0 : PackDigit(biased[odd], static_cast<uint32_t>(2 - digit) & 3);
+          const uint32_t packed =
+              digit == 3 ? 0 : PackDigit(biased[odd], static_cast<uint32_t>(2 - digit) & 3);
           q->a[mma][w][2 * odd + upper] = packed;
-          sums[odd][mma][upper] = __dp4a(static_cast<int>(packed), 0x01010101, sums[odd][mma][upper]);
+          sums[odd][mma][upper] =
+              __dp4a(static_cast<int>(packed), 0x01010101, sums[odd][mma][upper]);
         }
       }
     }
@@ -183,7 +195,8 @@ __device__ __forceinline__ void AddQueries(const ScoreArgs& args, const uint4 (&
       // Up to 4 heads the third product's start cancels the first two's: see Combine.
       const int32_t zero = S::kPadded == 4 && digit == 3 ? kMinusMagicBits : kMagicBits;
 #pragma unroll
-      for (int i = 2 * upper; i < 2 * upper + 2; ++i) {  // apart, so that they stay where a product takes its start
+      for (int i = 2 * upper; i < 2 * upper + 2;
+           ++i) {  // apart, so that they stay where a product takes its start
         q->start[mma][i] = ptx::Keep(zero - 8 * even);
         if constexpr (!S::kOnlyCoarse) q->low_start[mma][i] = ptx::Keep(zero + 128 * odd);
       }
@@ -193,11 +206,13 @@ __device__ __forceinline__ void AddQueries(const ScoreArgs& args, const uint4 (&
   const float scale = args.softmax_scale;
   q->middle[set] = 7.5f * sum;
   q->factor[set] = fminf(scale * kLog2e * undo, kMaxFloat);
-  q->half_norm[set] = fminf(.5f * kLog2e * (ptx::QuadSum(squares) * undo * scale) * (undo * scale), kMaxFloat);
+  q->half_norm[set] =
+      fminf(.5f * kLog2e * (ptx::QuadSum(squares) * undo * scale) * (undo * scale), kMaxFloat);
 }
 
 template <class S, bool kBf16>
-__device__ __forceinline__ void AddRotated(const ScoreArgs& args, uint4 (&bits)[S::kWords], int set, Queries<S>* q) {
+__device__ __forceinline__ void AddRotated(const ScoreArgs& args, uint4 (&bits)[S::kWords], int set,
+                                           Queries<S>* q) {
   if (args.rotate_query) RotateBits<S, kBf16>(bits);
   AddQueries<S, kBf16>(args, bits, set, q);
 }

@@ -1,9 +1,10 @@
 // The scan kernel: one body for the full, the refining and the coarse scan.
 //
-// How: every warp streams its run of pieces through a ring of its own (no barrier between warps), and
-// scores eight records at a time. First product: the queries' digits times the int4 codes (rows: heads,
-// columns: modes; integers, exact). Second product: its result, split in two fp16 parts, times the int8
-// coefficients (columns: tokens). Then the log of the sum of exponentials over the tokens of a page.
+// How: every warp streams its run of pieces through a ring of its own (no barrier between warps),
+// and scores eight records at a time. First product: the queries' digits times the int4 codes
+// (rows: heads, columns: modes; integers, exact). Second product: its result, split in two fp16
+// parts, times the int8 coefficients (columns: tokens). Then the log of the sum of exponentials
+// over the tokens of a page.
 // Repeatability: a page's result depends on its record and its queries alone, bit for bit.
 // Device code only. Internal to kernels/score*.cu.
 
@@ -26,8 +27,10 @@ template <class S>
 using Lane = std::conditional_t<S::kOnlyCoarse && S::kPadded == 4, CoarseLane4<S>, NoLane>;
 
 template <class S>
-__device__ __forceinline__ void ScoreSteps(const Lane<S>& lane, const Records (&records)[S::kStepsAStage],
-                                           const Queries<S>& q, float cap2, PerPage<S> (&lse2)[S::kStepsAStage]) {
+__device__ __forceinline__ void ScoreSteps(const Lane<S>& lane,
+                                           const Records (&records)[S::kStepsAStage],
+                                           const Queries<S>& q, float cap2,
+                                           PerPage<S> (&lse2)[S::kStepsAStage]) {
   if constexpr (S::kOnlyCoarse && S::kPadded == 4) {
     ScoreCoarseSteps4(lane, records, q, cap2, lse2);
   } else {
@@ -44,10 +47,11 @@ __device__ __forceinline__ void ScoreSteps(const Lane<S>& lane, const Records (&
   }
 }
 
-// --- the kernel ------------------------------------------------------------------------------------
+// --- the kernel ----------------------------------------------------------------------------------
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const __grid_constant__ KernelArgs args) {
+__global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm)
+    ScanKernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint64_t barriers[S::kWarps * S::kStages];
   const int warp = threadIdx.x / 32;
@@ -59,7 +63,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
   }
   __syncwarp();
   AwaitParameters(args);
-  // What a full scan reads first is older than the predecessor; a refining scan's candidates may be its.
+  // What a full scan reads first is older than the predecessor; a refining scan's candidates may be
+  // its.
   const bool reads_ahead = !S::kOnlyCoarse && args.candidates == nullptr;
   if (!reads_ahead) WaitForPredecessor();
   Source ahead = {};
@@ -76,7 +81,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
     StartCopy<S>(args, ahead, ring + i * S::kStageBytes, full + i);
   }
   if (args.candidates == nullptr)
-    FillBeyondTheEnd(args.score, int64_t{blockIdx.x} * S::kWarps + warp, int64_t{gridDim.x} * S::kWarps);
+    FillBeyondTheEnd(args.score, int64_t{blockIdx.x} * S::kWarps + warp,
+                     int64_t{gridDim.x} * S::kWarps);
 
   const float cap2 = args.score.logit_softcap * kLog2e;
   Queries<S> q;
@@ -107,7 +113,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtasPerSm) ScanKernel(const _
       StartCopy<S>(args, ahead, base, full + stage);
     }
 #pragma unroll
-    for (int s = 0; s < S::kStepsAStage; ++s) out.Store(args, place, place.piece * S::kPiece + s * kStep, lse2[s]);
+    for (int s = 0; s < S::kStepsAStage; ++s)
+      out.Store(args, place, place.piece * S::kPiece + s * kStep, lse2[s]);
   }
 }
 
@@ -115,23 +122,29 @@ template <class S>
 cudaError_t LaunchScan(const KernelArgs& args, cudaStream_t stream) {
   int device = 0, num_sms = 0;
   if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess)
-    return e;
   if (const cudaError_t e =
-          cudaFuncSetAttribute(ScanKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+          cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess)
+    return e;
+  if (const cudaError_t e = cudaFuncSetAttribute(
+          ScanKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
       e != cudaSuccess)
     return e;
   const int64_t pages = args.candidates != nullptr ? args.max_candidates : args.score.lse_stride;
-  const int64_t pieces = (pages + S::kPiece - 1) / S::kPiece * args.score.num_sequences * args.score.num_kv_heads;
+  const int64_t pieces =
+      (pages + S::kPiece - 1) / S::kPiece * args.score.num_sequences * args.score.num_kv_heads;
   if (pieces > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   // At least a warp for every piece, up to what fits on the device at once.
-  const int64_t ctas = std::clamp<int64_t>((pieces + S::kWarps - 1) / S::kWarps, 1, num_sms * S::kCtasPerSm);
-  // A coarse scan does not start early: runs are dealt evenly, so of its two CTAs an SM the late one would be alone at the end.
+  const int64_t ctas =
+      std::clamp<int64_t>((pieces + S::kWarps - 1) / S::kWarps, 1, num_sms * S::kCtasPerSm);
+  // A coarse scan does not start early: runs are dealt evenly, so of its two CTAs an SM the late
+  // one would be alone at the end.
   if constexpr (S::kOnlyCoarse) {
     ScanKernel<S><<<static_cast<unsigned>(ctas), S::kThreads, S::kSharedBytes, stream>>>(args);
     return cudaGetLastError();
   } else {
-    return LaunchOverlapped(ScanKernel<S>, static_cast<unsigned>(ctas), S::kThreads, S::kSharedBytes, 0, stream, args);
+    return LaunchOverlapped(ScanKernel<S>, static_cast<unsigned>(ctas), S::kThreads,
+                            S::kSharedBytes, 0, stream, args);
   }
 }
 
@@ -158,8 +171,9 @@ cudaError_t LaunchForDim(const KernelArgs& args, cudaStream_t stream) {
 }
 
 inline bool IsValid(const ScoreArgs& a) {
-  return a.num_sequences >= 0 && a.num_kv_heads >= 1 && a.group >= 1 && a.group <= 16 && a.lse_stride >= 0 &&
-         a.lse_stride <= kMaxPages && (a.dtype == KvDtype::kBf16 || a.dtype == KvDtype::kFp16) &&
+  return a.num_sequences >= 0 && a.num_kv_heads >= 1 && a.group >= 1 && a.group <= 16 &&
+         a.lse_stride >= 0 && a.lse_stride <= kMaxPages &&
+         (a.dtype == KvDtype::kBf16 || a.dtype == KvDtype::kFp16) &&
          (a.head_dim == 64 || a.head_dim == 96 || a.head_dim == 128 || a.head_dim == 256) &&
          (a.page_tokens == 16 || a.page_tokens == 32) && (a.rank == 4 || a.rank == 8);
 }
@@ -171,13 +185,18 @@ cudaError_t Launch(const KernelArgs& args, cudaStream_t stream) {
   if (!IsBuilt(score.head_dim, score.page_tokens, score.rank)) return cudaErrorNotSupported;
   if (score.num_sequences == 0 || score.lse_stride == 0) return cudaSuccess;
   switch (score.head_dim) {
-    case 64: return LaunchForDim<64, kCoarse>(args, stream);
-    case 128: return LaunchForDim<128, kCoarse>(args, stream);
+    case 64:
+      return LaunchForDim<64, kCoarse>(args, stream);
+    case 128:
+      return LaunchForDim<128, kCoarse>(args, stream);
 #if KVD_ALL_GEOMETRIES
-    case 96: return LaunchForDim<96, kCoarse>(args, stream);
-    case 256: return LaunchForDim<256, kCoarse>(args, stream);
+    case 96:
+      return LaunchForDim<96, kCoarse>(args, stream);
+    case 256:
+      return LaunchForDim<256, kCoarse>(args, stream);
 #endif
-    default: return cudaErrorNotSupported;
+    default:
+      return cudaErrorNotSupported;
   }
 }
 

@@ -14,10 +14,11 @@ __device__ __forceinline__ float YOf(float sum, float factor, float scale) {
   return sum * (factor * (kYScale / 16) * scale);
 }
 
-// --- full ------------------------------------------------------------------------------------------
+// --- full ----------------------------------------------------------------------------------------
 
-// Where this lane finds its part of record 0 and how far record i is from it: rows of codes (mode g) and
-// coefficients and scales (modes 2 t and 2 t + 1) stand in the coarse part for the first two modes.
+// Where this lane finds its part of record 0 and how far record i is from it: rows of codes (mode
+// g) and coefficients and scales (modes 2 t and 2 t + 1) stand in the coarse part for the first two
+// modes.
 template <class S>
 struct FullLane {
   const uint8_t* codes;
@@ -34,11 +35,13 @@ struct FullLane {
     has_modes = 2 * t < S::kRank;
     const int mode = has_codes ? g - kCoarseModes : 0, pair = has_modes ? 2 * t - kCoarseModes : 0;
     codes = (g < kCoarseModes ? records.coarse + kL.coarse[kCoarseBasis] + g * kRow
-                              : records.fine + kL.fine[kFineBasis] + mode * kRow) + t * (S::kDim / 8);
+                              : records.fine + kL.fine[kFineBasis] + mode * kRow) +
+            t * (S::kDim / 8);
     codes_stride = g < kCoarseModes ? S::kCoarseBytes : S::kFineBytes;
     coefficients = t == 0 ? records.coarse + kL.coarse[kCoarseCoefficients]
                           : records.fine + kL.fine[kFineCoefficients] + pair * S::kTokens;
-    scales = t == 0 ? records.coarse + kL.coarse[kCoarseScales] : records.fine + kL.fine[kFineScales] + pair * 2;
+    scales = t == 0 ? records.coarse + kL.coarse[kCoarseScales]
+                    : records.fine + kL.fine[kFineScales] + pair * 2;
     modes_stride = t == 0 ? S::kCoarseBytes : S::kFineBytes;
   }
 };
@@ -49,7 +52,8 @@ __device__ __forceinline__ Sums<S> FullSums(const FullLane<S>& lane, int u, cons
   LoadCodes<S>(lane.codes + u * lane.codes_stride, words);
   Sums<S> sums;
 #pragma unroll
-  for (int w = 0; w < S::kWords; ++w) sums.Add(q, q.start, w, ModeCodes(S::kRank == 8 || lane.has_codes ? words[w] : 0));
+  for (int w = 0; w < S::kWords; ++w)
+    sums.Add(q, q.start, w, ModeCodes(S::kRank == 8 || lane.has_codes ? words[w] : 0));
   return sums;
 }
 
@@ -74,7 +78,8 @@ __device__ __forceinline__ void FullModes(const FullLane<S>& lane, int u, const 
 
 // x[set][2 * tile + i]: this lane's token logits of record `u`.
 template <class S>
-__device__ __forceinline__ void FullTokens(const FullLane<S>& lane, int u, const float (&y)[S::kSets][2],
+__device__ __forceinline__ void FullTokens(const FullLane<S>& lane, int u,
+                                           const float (&y)[S::kSets][2],
                                            float (&x)[S::kSets][2 * S::kTiles]) {
   uint32_t tiles[S::kTiles];
   const uint8_t* row = lane.coefficients + u * lane.modes_stride;
@@ -98,10 +103,12 @@ __device__ __forceinline__ void FullTokens(const FullLane<S>& lane, int u, const
   }
 }
 
-// Any logits, any soft cap: one record at a time. Where a page's logits are plain and there is no cap the
-// result has the bits of the fast way. Out of line and by value, so that the fast way's registers stay free.
+// Any logits, any soft cap: one record at a time. Where a page's logits are plain and there is no
+// cap the result has the bits of the fast way. Out of line and by value, so that the fast way's
+// registers stay free.
 template <class S>
-__device__ __noinline__ PerPage<S> FullGuarded(Records records, Queries<S> q, float cap2, PerPage<S> center) {
+__device__ __noinline__ PerPage<S> FullGuarded(Records records, Queries<S> q, float cap2,
+                                               PerPage<S> center) {
   const FullLane<S> lane(records);
   PerPage<S> log_sum = {};
   const int t = threadIdx.x % 4, quad = threadIdx.x % 32 & ~3;
@@ -112,7 +119,8 @@ __device__ __noinline__ PerPage<S> FullGuarded(Records records, Queries<S> q, fl
     FullModes(lane, u, q, y);
 #pragma unroll
     for (int set = 0; set < S::kSets; ++set) {
-      shifted[set] = (__ballot_sync(kAllLanes, !IsPlain(y[set][0], y[set][1], kPlainY)) >> quad & 15) != 0;
+      shifted[set] =
+          (__ballot_sync(kAllLanes, !IsPlain(y[set][0], y[set][1], kPlainY)) >> quad & 15) != 0;
       y[set][0] = SaturateY(y[set][0]);
       y[set][1] = SaturateY(y[set][1]);
       excess[set] = Excess(ptx::QuadMax(fmaxf(fabsf(y[set][0]), fabsf(y[set][1]))));
@@ -136,7 +144,8 @@ __device__ __noinline__ PerPage<S> FullGuarded(Records records, Queries<S> q, fl
 
 // The lse of eight records, in units of ln 2.
 template <class S>
-__device__ __forceinline__ PerPage<S> ScoreFullStep(const Records& records, const Queries<S>& q, float cap2) {
+__device__ __forceinline__ PerPage<S> ScoreFullStep(const Records& records, const Queries<S>& q,
+                                                    float cap2) {
   const FullLane<S> lane(records);
   const PerPage<S> center = Centers(records, q);
   PerPage<S> lse2;
@@ -173,9 +182,10 @@ __device__ __forceinline__ PerPage<S> ScoreFullStep(const Records& records, cons
   return lse2;
 }
 
-// --- coarse ----------------------------------------------------------------------------------------
+// --- coarse --------------------------------------------------------------------------------------
 
-// Columns of the product: the two modes of each of four records; this lane's part of them is at `codes`.
+// Columns of the product: the two modes of each of four records; this lane's part of them is at
+// `codes`.
 template <class S>
 __device__ __forceinline__ Sums<S> CoarseSums(const uint8_t* codes, const Queries<S>& q) {
   uint32_t words[S::kWords];
@@ -188,8 +198,8 @@ __device__ __forceinline__ Sums<S> CoarseSums(const uint8_t* codes, const Querie
 
 template <class S>
 __device__ __forceinline__ float2 CoarseScales(const Records& records, int u) {
-  return ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(
-      records.coarse + u * S::kCoarseBytes + S::kLayout.coarse[kCoarseScales]));
+  return ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(records.coarse + u * S::kCoarseBytes +
+                                                          S::kLayout.coarse[kCoarseScales]));
 }
 
 // y[set][i] of record 4 * part + t: its modes 0 and 1.
@@ -198,8 +208,10 @@ __device__ __forceinline__ void CoarseModes(const Records& records, int part, co
                                             float (&y)[S::kSets][2]) {
   constexpr SummaryLayout kL = S::kLayout;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const Sums<S> sums = CoarseSums<S>(records.coarse + (4 * part + g / 2) * S::kCoarseBytes + kL.coarse[kCoarseBasis] +
-                                         g % 2 * (S::kDim / 2) + t * (S::kDim / 8), q);
+  const Sums<S> sums =
+      CoarseSums<S>(records.coarse + (4 * part + g / 2) * S::kCoarseBytes +
+                        kL.coarse[kCoarseBasis] + g % 2 * (S::kDim / 2) + t * (S::kDim / 8),
+                    q);
   const float2 scale = CoarseScales<S>(records, 4 * part + threadIdx.x % 4);
 #pragma unroll
   for (int set = 0; set < S::kSets; ++set) {
@@ -210,18 +222,21 @@ __device__ __forceinline__ void CoarseModes(const Records& records, int part, co
 
 // The coefficients of record 4 * part + t.
 template <class S>
-__device__ __forceinline__ void CoarseCoefficients(const Records& records, int part, uint32_t (&tiles)[S::kTiles]) {
+__device__ __forceinline__ void CoarseCoefficients(const Records& records, int part,
+                                                   uint32_t (&tiles)[S::kTiles]) {
   const uint8_t* row = records.coarse + (4 * part + threadIdx.x % 4) * S::kCoarseBytes +
                        S::kLayout.coarse[kCoarseCoefficients];
   LoadCoefficients<S>(row, row + S::kTokens, tiles);
 }
 
-// One product gives the tokens of one record for both sets of heads, or of two records for one set: the A
-// operand keeps the modes of those records and zeros the others'.
+// One product gives the tokens of one record for both sets of heads, or of two records for one set:
+// the A operand keeps the modes of those records and zeros the others'.
 template <class S>
-__device__ __forceinline__ void CoarseTokens(const Split& first, int first_lane, const Split& second,
-                                             int second_lane, const uint32_t (&tiles)[S::kTiles],
-                                             float (&x0)[2 * S::kTiles], float (&x1)[2 * S::kTiles]) {
+__device__ __forceinline__ void CoarseTokens(const Split& first, int first_lane,
+                                             const Split& second, int second_lane,
+                                             const uint32_t (&tiles)[S::kTiles],
+                                             float (&x0)[2 * S::kTiles],
+                                             float (&x1)[2 * S::kTiles]) {
   const int t = threadIdx.x % 4;
   const uint32_t a[4] = {t == first_lane ? first.high : 0, t == second_lane ? second.high : 0,
                          t == first_lane ? first.low : 0, t == second_lane ? second.low : 0};
@@ -236,7 +251,8 @@ __device__ __forceinline__ void CoarseTokens(const Split& first, int first_lane,
 
 // As FullGuarded.
 template <class S>
-__device__ __noinline__ PerPage<S> CoarseGuarded(Records records, Queries<S> q, float cap2, PerPage<S> center) {
+__device__ __noinline__ PerPage<S> CoarseGuarded(Records records, Queries<S> q, float cap2,
+                                                 PerPage<S> center) {
   PerPage<S> log_sum = {};
   const int t = threadIdx.x % 4, quad = threadIdx.x % 32 & ~3;
 #pragma unroll 1
@@ -249,7 +265,9 @@ __device__ __noinline__ PerPage<S> CoarseGuarded(Records records, Queries<S> q, 
     CoarseCoefficients<S>(records, u / 4, tiles);
 #pragma unroll
     for (int set = 0; set < S::kSets; ++set) {
-      shifted[set] = (__ballot_sync(kAllLanes, !IsPlain(y[set][0], y[set][1], kPlainY)) >> (quad + u % 4) & 1) != 0;
+      shifted[set] =
+          (__ballot_sync(kAllLanes, !IsPlain(y[set][0], y[set][1], kPlainY)) >> (quad + u % 4) &
+           1) != 0;
       y[set][0] = SaturateY(y[set][0]);
       y[set][1] = SaturateY(y[set][1]);
       const float largest = fmaxf(fabsf(y[set][0]), fabsf(y[set][1]));
@@ -272,7 +290,8 @@ __device__ __noinline__ PerPage<S> CoarseGuarded(Records records, Queries<S> q, 
 }
 
 template <class S>
-__device__ __forceinline__ PerPage<S> ScoreCoarseStep(const Records& records, const Queries<S>& q, float cap2) {
+__device__ __forceinline__ PerPage<S> ScoreCoarseStep(const Records& records, const Queries<S>& q,
+                                                      float cap2) {
   const PerPage<S> center = Centers(records, q), term = TauTerms(records, q);
   PerPage<S> lse2;
   float y[2][S::kSets][2];
@@ -281,7 +300,8 @@ __device__ __forceinline__ PerPage<S> ScoreCoarseStep(const Records& records, co
   for (int part = 0; part < 2; ++part) {
     CoarseModes(records, part, q, y[part]);
 #pragma unroll
-    for (int set = 0; set < S::kSets; ++set) plain &= IsPlain(y[part][set][0], y[part][set][1], kPlainY);
+    for (int set = 0; set < S::kSets; ++set)
+      plain &= IsPlain(y[part][set][0], y[part][set][1], kPlainY);
   }
   if (!__all_sync(kAllLanes, plain)) {
     lse2 = CoarseGuarded<S>(records, q, cap2, center);
@@ -294,7 +314,8 @@ __device__ __forceinline__ PerPage<S> ScoreCoarseStep(const Records& records, co
       CoarseCoefficients<S>(records, part, tiles);
       Split split[S::kSets];
 #pragma unroll
-      for (int set = 0; set < S::kSets; ++set) split[set] = SplitPair(y[part][set][0], y[part][set][1]);
+      for (int set = 0; set < S::kSets; ++set)
+        split[set] = SplitPair(y[part][set][0], y[part][set][1]);
 #pragma unroll
       for (int i = 0; i < 4; i += 3 - S::kSets) {
         float x[2][2 * S::kTiles];

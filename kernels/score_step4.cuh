@@ -1,7 +1,7 @@
 // Eight records and up to 4 query heads: the step of most models.
 //
-// Both halves of the warp hold the same heads, so each takes the modes of other records: half the work of what
-// follows the first product.
+// Both halves of the warp hold the same heads, so each takes the modes of other records: half the
+// work of what follows the first product.
 // Device code only. Internal to kernels/score*.cu.
 
 #ifndef LOCKS_KVD_KERNELS_SCORE_STEP4_CUH_
@@ -11,9 +11,9 @@
 
 namespace kvd::score {
 
-// Tokens of records 2 i and 2 i + 1: the lower half's heads with the first, the upper half's with the second.
-// y: this lane's two modes of its half's record. Rows 0..7 of the product take the high parts, rows 8..15 the
-// low ones.
+// Tokens of records 2 i and 2 i + 1: the lower half's heads with the first, the upper half's with
+// the second. y: this lane's two modes of its half's record. Rows 0..7 of the product take the high
+// parts, rows 8..15 the low ones.
 template <class S>
 __device__ __forceinline__ void FullTokens4(const FullLane<S>& lane, int i, float y0, float y1,
                                             float (&x)[2 * S::kTiles]) {
@@ -24,7 +24,8 @@ __device__ __forceinline__ void FullTokens4(const FullLane<S>& lane, int i, floa
   LoadCoefficients<S>(row, row + S::kTokens, second);
   const bool upper = threadIdx.x % 32 >= 16;
   const Split split = SplitPair(y0, y1);
-  const uint32_t a[4] = {upper ? 0 : split.high, upper ? 0 : split.low, upper ? split.high : 0, upper ? split.low : 0};
+  const uint32_t a[4] = {upper ? 0 : split.high, upper ? 0 : split.low, upper ? split.high : 0,
+                         upper ? split.low : 0};
 #pragma unroll
   for (int tile = 0; tile < S::kTiles; ++tile) {
     float d[4] = {};
@@ -51,7 +52,8 @@ __device__ __forceinline__ float2 FullModes4(const FullLane<S>& lane, int i, con
 
 // As FullGuarded.
 template <class S>
-__device__ __noinline__ PerPage<S> FullGuarded4(Records records, Queries<S> q, float cap2, PerPage<S> center) {
+__device__ __noinline__ PerPage<S> FullGuarded4(Records records, Queries<S> q, float cap2,
+                                                PerPage<S> center) {
   const FullLane<S> lane(records);
   const int t = threadIdx.x % 4, quad = threadIdx.x % 32 & ~3;
   PerPage<S> log_sum = {};
@@ -73,7 +75,8 @@ __device__ __noinline__ PerPage<S> FullGuarded4(Records records, Queries<S> q, f
 }
 
 template <class S>
-__device__ __forceinline__ PerPage<S> ScoreFullStep4(const Records& records, const Queries<S>& q, float cap2) {
+__device__ __forceinline__ PerPage<S> ScoreFullStep4(const Records& records, const Queries<S>& q,
+                                                     float cap2) {
   const FullLane<S> lane(records);
   const PerPage<S> center = Centers(records, q);
   PerPage<S> lse2;
@@ -100,16 +103,17 @@ __device__ __forceinline__ PerPage<S> ScoreFullStep4(const Records& records, con
   return lse2;
 }
 
-// Which four records' modes this lane keeps after the first product: in the lower half the even ones of
-// records 0..3 and the odd ones of records 4..7, in the upper half the others. So each half has half of either.
+// Which four records' modes this lane keeps after the first product: in the lower half the even
+// ones of records 0..3 and the odd ones of records 4..7, in the upper half the others. So each half
+// has half of either.
 __device__ __forceinline__ int CoarsePart4() { return (threadIdx.x % 32 / 16) ^ (threadIdx.x & 1); }
 
-// What a lane would compute again in every step: where it finds its part of eight records, and which rows of the second
-// product's operand are its own.
+// What a lane would compute again in every step: where it finds its part of eight records, and
+// which rows of the second product's operand are its own.
 template <class S>
 struct CoarseLane4 {
   uint32_t high, codes, scales, center, coefficients;  // offsets from the first of the eight
-  uint32_t mask[4];                                    // all ones where CoarsePart4() and t / 2 are those of [2 part + i]
+  uint32_t mask[4];  // all ones where CoarsePart4() and t / 2 are those of [2 part + i]
 
   __device__ __forceinline__ CoarseLane4() {
     constexpr SummaryLayout kL = S::kLayout;
@@ -117,22 +121,27 @@ struct CoarseLane4 {
     const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const auto part = static_cast<uint32_t>(CoarsePart4());
     high = ptx::Keep(g * S::kCoarseBytes + kL.coarse[kCentroidHigh] + t * (kRow / 4));
-    codes = ptx::Keep(g / 2 * S::kCoarseBytes + kL.coarse[kCoarseBasis] + g % 2 * kRow + t * (kRow / 4));
+    codes = ptx::Keep(g / 2 * S::kCoarseBytes + kL.coarse[kCoarseBasis] + g % 2 * kRow +
+                      t * (kRow / 4));
     scales = ptx::Keep((4 * part + t) * S::kCoarseBytes + kL.coarse[kCoarseScales]);
-    center = ptx::Keep(static_cast<uint32_t>(PageOf<S>(0)) * S::kCoarseBytes + kL.coarse[kCentroidScale]);
+    center = ptx::Keep(static_cast<uint32_t>(PageOf<S>(0)) * S::kCoarseBytes +
+                       kL.coarse[kCentroidScale]);
     coefficients = ptx::Keep(t * S::kCoarseBytes + kL.coarse[kCoarseCoefficients]);
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) mask[i] = ptx::Keep(part == i / 2 && t / 2 == i % 2 ? 0xFFFFFFFFu : 0u);
+    for (uint32_t i = 0; i < 4; ++i)
+      mask[i] = ptx::Keep(part == i / 2 && t / 2 == i % 2 ? 0xFFFFFFFFu : 0u);
   }
 };
 
 // y of record 4 * CoarsePart4() + t: its modes 0 and 1.
 template <class S>
-__device__ __forceinline__ float2 CoarseModes4(const CoarseLane4<S>& lane, const Records& records, const Queries<S>& q) {
+__device__ __forceinline__ float2 CoarseModes4(const CoarseLane4<S>& lane, const Records& records,
+                                               const Queries<S>& q) {
   const bool second = CoarsePart4() != 0;
   const Sums<S> low = CoarseSums<S>(records.coarse + lane.codes, q);
   const Sums<S> high = CoarseSums<S>(records.coarse + lane.codes + 4 * S::kCoarseBytes, q);
-  const float2 scale = ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(records.coarse + lane.scales));
+  const float2 scale =
+      ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(records.coarse + lane.scales));
   float y[2];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -142,14 +151,16 @@ __device__ __forceinline__ float2 CoarseModes4(const CoarseLane4<S>& lane, const
   return {YOf(y[0], q.factor[0], scale.x), YOf(y[1], q.factor[0], scale.y)};
 }
 
-// x[2 part + upper]: token logits of the record whose modes lane CoarseOwner(2 part + upper) of this quad
-// keeps. Rows 4 j .. 4 j + 3 of a product are the heads with one record: a record's modes are columns 2 t and
-// 2 t + 1 of A, all others are zeroed.
-__device__ __forceinline__ int CoarseOwner(int i) { return 2 * (i % 2) + ((threadIdx.x % 32 / 16) ^ (i / 2)); }
+// x[2 part + upper]: token logits of the record whose modes lane CoarseOwner(2 part + upper) of
+// this quad keeps. Rows 4 j .. 4 j + 3 of a product are the heads with one record: a record's modes
+// are columns 2 t and 2 t + 1 of A, all others are zeroed.
+__device__ __forceinline__ int CoarseOwner(int i) {
+  return 2 * (i % 2) + ((threadIdx.x % 32 / 16) ^ (i / 2));
+}
 
 template <class S>
-__device__ __forceinline__ void CoarseTokens4(const CoarseLane4<S>& lane, const Records& records, float y0, float y1,
-                                              float (&x)[4][2 * S::kTiles]) {
+__device__ __forceinline__ void CoarseTokens4(const CoarseLane4<S>& lane, const Records& records,
+                                              float y0, float y1, float (&x)[4][2 * S::kTiles]) {
   const Split split = SplitPair(y0, y1);
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
@@ -157,7 +168,8 @@ __device__ __forceinline__ void CoarseTokens4(const CoarseLane4<S>& lane, const 
     const uint8_t* row = records.coarse + lane.coefficients + 4 * part * S::kCoarseBytes;
     LoadCoefficients<S>(row, row + S::kTokens, tiles);
     const uint32_t first = lane.mask[2 * part], second = lane.mask[2 * part + 1];
-    const uint32_t a[4] = {split.high & first, split.high & second, split.low & first, split.low & second};
+    const uint32_t a[4] = {split.high & first, split.high & second, split.low & first,
+                           split.low & second};
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
       float d[4] = {};
@@ -170,7 +182,8 @@ __device__ __forceinline__ void CoarseTokens4(const CoarseLane4<S>& lane, const 
 
 // As FullGuarded.
 template <class S>
-__device__ __noinline__ PerPage<S> CoarseGuarded4(Records records, Queries<S> q, float cap2, PerPage<S> center) {
+__device__ __noinline__ PerPage<S> CoarseGuarded4(Records records, Queries<S> q, float cap2,
+                                                  PerPage<S> center) {
   const CoarseLane4<S> lane;
   const int t = threadIdx.x % 4, quad = threadIdx.x % 32 & ~3;
   float2 y = CoarseModes4(lane, records, q);
@@ -195,18 +208,22 @@ __device__ __noinline__ PerPage<S> CoarseGuarded4(Records records, Queries<S> q,
 
 // All steps of a stage side by side: one's latencies hide behind another's work.
 template <class S>
-__device__ __forceinline__ void ScoreCoarseSteps4(const CoarseLane4<S>& lane, const Records (&records)[S::kStepsAStage],
-                                                  const Queries<S>& q, float cap2, PerPage<S> (&lse2)[S::kStepsAStage]) {
+__device__ __forceinline__ void ScoreCoarseSteps4(const CoarseLane4<S>& lane,
+                                                  const Records (&records)[S::kStepsAStage],
+                                                  const Queries<S>& q, float cap2,
+                                                  PerPage<S> (&lse2)[S::kStepsAStage]) {
   PerPage<S> center[S::kStepsAStage], term[S::kStepsAStage];
   float2 y[S::kStepsAStage];
   bool plain = !(cap2 > 0);
 #pragma unroll
   for (int s = 0; s < S::kStepsAStage; ++s) {
-    const float2 scale_and_tau = ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(records[s].coarse + lane.center));
+    const float2 scale_and_tau =
+        ptx::Bf16Pair(*reinterpret_cast<const uint32_t*>(records[s].coarse + lane.center));
     const Sums<S> high = NibbleSums(records[s].coarse + lane.high, q, q.start);
     const float even = high.Combine(0, 0), odd = high.Combine(0, 1);
     const bool is_odd = PageOf<S>(0) % 2 != 0;
-    center[s].at[0][0] = CenterOf(SumHalves(is_odd ? odd : even, is_odd ? even : odd), q, 0, scale_and_tau.x);
+    center[s].at[0][0] =
+        CenterOf(SumHalves(is_odd ? odd : even, is_odd ? even : odd), q, 0, scale_and_tau.x);
     term[s].at[0][0] = q.half_norm[0] * scale_and_tau.y;
     y[s] = CoarseModes4(lane, records[s], q);
     plain &= ArePlain<S>(center[s], term[s]) & IsPlain(y[s].x, y[s].y, kPlainY);

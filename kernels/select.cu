@@ -1,5 +1,6 @@
-// Select on the GPU. Rows of few pages, and lists of candidates, are the work of clusters (select_few.cuh); rows of many
-// pages that of teams of CTAs, up to the whole GPU (select_many.cuh).
+// Select on the GPU. Rows of few pages, and lists of candidates, are the work of clusters
+// (select_few.cuh); rows of many pages that of teams of CTAs, up to the whole GPU
+// (select_many.cuh).
 //
 // Repeatability: atomics count integers or set bits, and no result depends on their order.
 #include <cuda_runtime_api.h>
@@ -18,27 +19,33 @@ namespace {
 
 using namespace select;  // NOLINT(build/namespaces): this file's other parts
 
-// --- host ------------------------------------------------------------------------------------------
+// --- host ----------------------------------------------------------------------------------------
 
 constexpr int kSharedBytes = 227 * 1024;  // what a CTA may have
 
-// Where the bins' depths begin (select_keys.cuh): K pages of this score would have a mean share of e / K.
+// Where the bins' depths begin (select_keys.cuh): K pages of this score would have a mean share of
+// e / K.
 float ZeroOf(const SelectArgs& args) {
-  return std::min(-1.0f, 1.0f + std::log(static_cast<float>(args.group) / static_cast<float>(std::max(args.num_select, 1))));
+  return std::min(-1.0f, 1.0f + std::log(static_cast<float>(args.group) /
+                                         static_cast<float>(std::max(args.num_select, 1))));
 }
 
 int MaxPieces(int64_t lse_stride) {
-  return std::min(kMaxPieces, static_cast<int>((lse_stride + (1 << kPieceShift) - 1) >> kPieceShift));
+  return std::min(kMaxPieces,
+                  static_cast<int>((lse_stride + (1 << kPieceShift) - 1) >> kPieceShift));
 }
 
-// CTAs of a team at most, on a device that runs `num_sms` at once; 1 where it cannot run two for every row.
+// CTAs of a team at most, on a device that runs `num_sms` at once; 1 where it cannot run two for
+// every row.
 constexpr int kMostCtas = 132;
 int MostInTeam(int64_t num_rows, int64_t lse_stride, int num_sms) {
-  return static_cast<int>(std::clamp<int64_t>(std::min(num_sms, kMostCtas) / std::max<int64_t>(num_rows, 1), 1,
-                                              std::min(kMaxTeam, MaxPieces(lse_stride))));
+  return static_cast<int>(
+      std::clamp<int64_t>(std::min(num_sms, kMostCtas) / std::max<int64_t>(num_rows, 1), 1,
+                          std::min(kMaxTeam, MaxPieces(lse_stride))));
 }
 
-// The scratch, in bytes from its start. It does not depend on the device: on a smaller one some of it stays empty.
+// The scratch, in bytes from its start. It does not depend on the device: on a smaller one some of
+// it stays empty.
 struct Scratch {
   int64_t row_words;  // of a row, both sets
   size_t turns, keys, shares, norms, end;
@@ -83,7 +90,7 @@ ManyPlan MakeManyPlan(const SelectArgs& args, int num_sms) {
   plan.chosen = plan.states + args.group * kMaxPieces * static_cast<int>(sizeof(State));
   plan.values = plan.chosen + plan.slice / 8;
   const int room = (kSharedBytes - plan.values) / 4;  // values
-  if (args.max_candidates > 0) {  // keys are written by list: not in place
+  if (args.max_candidates > 0) {                      // keys are written by list: not in place
     plan.near_keys = std::min(plan.slice, room / kRun * kRun);
   } else if (plan.slice * (args.group + 1) <= room) {
     plan.kept = plan.near_keys = plan.slice;
@@ -101,8 +108,9 @@ ManyPlan MakeManyPlan(const SelectArgs& args, int num_sms) {
   return plan;
 }
 
-// Rows, or lists, of at most `num` pages: as many CTAs a row as give each about kEach values; fewer where they would
-// not all run at once. Nothing for rows that do not fit, and for so many that their clusters would run in turns.
+// Rows, or lists, of at most `num` pages: as many CTAs a row as give each about kEach values; fewer
+// where they would not all run at once. Nothing for rows that do not fit, and for so many that
+// their clusters would run in turns.
 std::optional<FewPlan> MakeFewPlan(const SelectArgs& args, int num, bool listed) {
   constexpr int kCtasAtOnce = 132;
   constexpr int64_t kEach = 4096;
@@ -112,7 +120,9 @@ std::optional<FewPlan> MakeFewPlan(const SelectArgs& args, int num, bool listed)
   FewPlan plan = {};
   plan.zero = ZeroOf(args);
   int& shift = plan.cluster_shift;
-  while (plan.cluster() < kFewCluster && int64_t{full << kPieceShift} * args.group > kEach * plan.cluster()) ++shift;
+  while (plan.cluster() < kFewCluster &&
+         int64_t{full << kPieceShift} * args.group > kEach * plan.cluster())
+    ++shift;
   while (shift > 0 && plan.cluster() * rows > kCtasAtOnce) --shift;
   for (;; ++shift) {
     plan.most = SliceOf(pieces, shift);
@@ -133,17 +143,20 @@ bool IsValid(const SelectArgs& args) {
   constexpr int kMaxGrid = 65535;
   return args.num_sequences >= 0 && args.num_sequences <= kMaxGrid && args.num_kv_heads >= 1 &&
          args.num_kv_heads <= kMaxGrid && args.group >= 1 && args.group <= kMaxGroup &&
-         (args.rule == CombineRule::kShare || args.rule == CombineRule::kPeak) && args.n_sink >= 0 && args.n_win >= 0 &&
-         args.num_select >= 0 && args.lse_stride >= 4 && args.lse_stride <= kMaxPages && args.lse_stride % 4 == 0 &&
-         reinterpret_cast<uintptr_t>(args.lse) % 16 == 0 && args.max_candidates >= 0 && args.scratch != nullptr &&
-         reinterpret_cast<uintptr_t>(args.scratch) % 128 == 0;
+         (args.rule == CombineRule::kShare || args.rule == CombineRule::kPeak) &&
+         args.n_sink >= 0 && args.n_win >= 0 && args.num_select >= 0 && args.lse_stride >= 4 &&
+         args.lse_stride <= kMaxPages && args.lse_stride % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(args.lse) % 16 == 0 && args.max_candidates >= 0 &&
+         args.scratch != nullptr && reinterpret_cast<uintptr_t>(args.scratch) % 128 == 0;
 }
 
 template <class... Parameters>
 cudaError_t AllowShared(void (*kernel)(Parameters...)) {
-  for (const auto& [attribute, value] : {std::pair(cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-                                         std::pair(cudaFuncAttributeNonPortableClusterSizeAllowed, 1)}) {
-    if (const cudaError_t e = cudaFuncSetAttribute(kernel, attribute, value); e != cudaSuccess) return e;
+  for (const auto& [attribute, value] :
+       {std::pair(cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        std::pair(cudaFuncAttributeNonPortableClusterSizeAllowed, 1)}) {
+    if (const cudaError_t e = cudaFuncSetAttribute(kernel, attribute, value); e != cudaSuccess)
+      return e;
   }
   return cudaSuccess;
 }
@@ -157,15 +170,18 @@ cudaError_t LaunchFew(const SelectArgs& args, const Lists& lists, const FewPlan&
   if (const cudaError_t e = AllowShared(kernel); e != cudaSuccess) return e;
   const dim3 grid(static_cast<unsigned>(plan.cluster()), static_cast<unsigned>(args.num_kv_heads),
                   static_cast<unsigned>(args.num_sequences));
-  return LaunchOverlapped(kernel, grid, static_cast<unsigned>(threads), static_cast<size_t>(plan.end),
-                          plan.cluster_shift == 0 ? 0u : static_cast<unsigned>(plan.cluster()), stream, args, lists,
-                          plan);
+  return LaunchOverlapped(kernel, grid, static_cast<unsigned>(threads),
+                          static_cast<size_t>(plan.end),
+                          plan.cluster_shift == 0 ? 0u : static_cast<unsigned>(plan.cluster()),
+                          stream, args, lists, plan);
 }
 
 cudaError_t LaunchMany(const SelectArgs& args, const Lists& lists, cudaStream_t stream) {
   int device = 0, num_sms = 0;
   if (const cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess)
+  if (const cudaError_t e =
+          cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess)
     return e;
   if (const cudaError_t e = AllowShared(SelectManyKernel); e != cudaSuccess) return e;
   const ManyPlan plan = MakeManyPlan(args, num_sms);
@@ -189,13 +205,16 @@ cudaError_t Launch(const SelectArgs& args, const Lists& lists, cudaStream_t stre
   if (!IsValid(args)) return cudaErrorInvalidValue;
   if (args.num_sequences == 0) return cudaSuccess;
   const std::optional<FewPlan> few = MakeFewPlan(args, static_cast<int>(args.lse_stride), false);
-  return few.has_value() ? LaunchFew(args, lists, *few, false, stream) : LaunchMany(args, lists, stream);
+  return few.has_value() ? LaunchFew(args, lists, *few, false, stream)
+                         : LaunchMany(args, lists, stream);
 }
 
 Lists MakeLists(const SelectArgs& args, const CandidateOut& out) {
-  const Scratch scratch = MakeScratch(int64_t{args.num_sequences} * args.num_kv_heads, args.group, args.lse_stride);
+  const Scratch scratch =
+      MakeScratch(int64_t{args.num_sequences} * args.num_kv_heads, args.group, args.lse_stride);
   auto* memory = static_cast<unsigned char*>(args.scratch);
-  return {out.max_candidates, out.candidates, out.num_candidates, reinterpret_cast<uint32_t*>(memory + scratch.shares),
+  return {out.max_candidates, out.candidates, out.num_candidates,
+          reinterpret_cast<uint32_t*>(memory + scratch.shares),
           reinterpret_cast<float*>(memory + scratch.norms)};
 }
 
@@ -205,9 +224,12 @@ size_t SelectGpuScratchBytes(int64_t num_rows, int group, int64_t lse_stride) {
   return MakeScratch(num_rows, group, lse_stride).end;
 }
 
-cudaError_t LaunchSelect(const SelectArgs& args, cudaStream_t stream) { return Launch(args, Lists{}, stream); }
+cudaError_t LaunchSelect(const SelectArgs& args, cudaStream_t stream) {
+  return Launch(args, Lists{}, stream);
+}
 
-cudaError_t LaunchSelectCandidates(const SelectArgs& args, const CandidateOut& out, cudaStream_t stream) {
+cudaError_t LaunchSelectCandidates(const SelectArgs& args, const CandidateOut& out,
+                                   cudaStream_t stream) {
   if (args.max_candidates != 0 || out.candidates == nullptr ||
       int64_t{out.max_candidates} < int64_t{args.num_select} + args.n_sink + args.n_win)
     return cudaErrorInvalidValue;
@@ -217,9 +239,11 @@ cudaError_t LaunchSelectCandidates(const SelectArgs& args, const CandidateOut& o
 cudaError_t LaunchSelectAmong(const SelectArgs& args, cudaStream_t stream) {
   if (!IsValid(args) || args.max_candidates == 0) return cudaErrorInvalidValue;
   if (args.num_sequences == 0) return cudaSuccess;
-  const std::optional<FewPlan> few =
-      args.max_candidates > kMostListed ? std::nullopt : MakeFewPlan(args, args.max_candidates, true);
-  return few.has_value() ? LaunchFew(args, MakeLists(args, {}), *few, true, stream) : Launch(args, {}, stream);
+  const std::optional<FewPlan> few = args.max_candidates > kMostListed
+                                         ? std::nullopt
+                                         : MakeFewPlan(args, args.max_candidates, true);
+  return few.has_value() ? LaunchFew(args, MakeLists(args, {}), *few, true, stream)
+                         : Launch(args, {}, stream);
 }
 
 }  // namespace kvd

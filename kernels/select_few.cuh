@@ -17,29 +17,32 @@
 
 namespace kvd::select {
 
-constexpr int kFewThreads = 1024;                           // of a CTA at most
+constexpr int kFewThreads = 1024;               // of a CTA at most
 constexpr int kFewSlice = kFewThreads * kQuad;  // pages of a CTA at most
 constexpr int kFewValues = 16384;               // of a CTA at most: 64 KiB
 constexpr int kFewContenders = 1024;            // pages whose pairs all CTAs get
 constexpr int kFinalists = 128;                 // of these, those that are compared with each other
 constexpr int kFewCluster = 8;
-constexpr int kFewPages = kMaxPieces << kPieceShift;  // of a row at most, so that its pieces are the smallest
+constexpr int kFewPages = kMaxPieces
+                          << kPieceShift;  // of a row at most, so that its pieces are the smallest
 
 // How SelectFewKernel is laid out; made on the host.
 struct FewPlan {
   int cluster_shift;  // log2 of the CTAs a row
   int most;           // pages, or candidates, of a CTA at most: whole pieces
-  int guess;          // of a CTA if the row is about as long as can be; what is read before its length is known
-  int received;       // byte offsets in shared memory: uint32 [2][cluster][kBins], from all, unless a CTA is alone
-  int states;         // State [G][kMaxPieces], from all
-  int pages;          // int32 [most], of candidates
-  int values;         // float [G][most]
+  int guess;          // of a CTA if the row is about as long as can be: read before that is known
+  // Byte offsets in shared memory:
+  int received;  // uint32 [2][cluster][kBins], from all, unless a CTA is alone
+  int states;    // State [G][kMaxPieces], from all
+  int pages;     // int32 [most], of candidates
+  int values;    // float [G][most]
   int end;
-  float zero;         // of the bins' depths
+  float zero;  // of the bins' depths
   __host__ __device__ int cluster() const { return 1 << cluster_shift; }
 };
 
-// Shared memory of a CTA; SelectManyKernel's too. What the CTAs of a cluster write into each other is marked "from all".
+// Shared memory of a CTA; SelectManyKernel's too. What the CTAs of a cluster write into each other
+// is marked "from all".
 struct FewShared {
   uint64_t states_here, counts_here[2], contenders_here;  // barriers of what comes from all
   alignas(16) uint32_t counts[kBins];
@@ -49,7 +52,7 @@ struct FewShared {
   uint32_t listed[kFewSlice / 32];  // bitset of the slice's candidates, if there are lists
   uint32_t shares[kMaxGroup];
   alignas(16) float norm[kMaxGroup];  // what is taken off a head's lse; +inf after the last head
-  uint32_t peaks[kMaxGroup];  // select_many.cuh
+  uint32_t peaks[kMaxGroup];          // select_many.cuh
   uint32_t warp_count[kFewThreads / 32];
   uint32_t lower[kBins + 1];  // pages of CTAs of lower rank in better bins
   uint32_t rescan;            // bits of heads
@@ -60,7 +63,8 @@ struct FewShared {
   uint64_t weakest;  // the pair of the weakest page chosen
 };
 
-// A CTA's slice: of a row's pages, or of its list of candidates. Numbers count from the slice's first.
+// A CTA's slice: of a row's pages, or of its list of candidates. Numbers count from the slice's
+// first.
 struct Few {
   Row row;
   int rank;
@@ -86,7 +90,9 @@ __device__ __forceinline__ Few MakeFew(const FewPlan& plan, unsigned char* memor
   return few;
 }
 
-__host__ __device__ inline int FewPieces(int num) { return (num + (1 << kPieceShift) - 1) >> kPieceShift; }
+__host__ __device__ inline int FewPieces(int num) {
+  return (num + (1 << kPieceShift) - 1) >> kPieceShift;
+}
 // A CTA's part of so many pieces, in pages.
 __host__ __device__ inline int SliceOf(int pieces, int cluster_shift) {
   return (pieces + (1 << cluster_shift) - 1) >> cluster_shift << kPieceShift;
@@ -115,7 +121,8 @@ __device__ __forceinline__ int LanePage(int piece) {
 }
 
 // A lane's quads of a piece, as far as they are before `end`.
-__device__ __forceinline__ void ReadPiece(const float* values, int piece, int end, float4 (&x)[kRuns]) {
+__device__ __forceinline__ void ReadPiece(const float* values, int piece, int end,
+                                          float4 (&x)[kRuns]) {
 #pragma unroll
   for (int i = 0; i < kRuns; ++i) {
     const int page = LanePage(piece) + i * kRun;
@@ -124,8 +131,8 @@ __device__ __forceinline__ void ReadPiece(const float* values, int piece, int en
 }
 
 // Puts -inf from `end` on, leaves the values in shared memory and gives the piece's state.
-__device__ __forceinline__ State KeepPiece(const SelectArgs& args, int piece, int end, float4 (&x)[kRuns],
-                                           float* values) {
+__device__ __forceinline__ State KeepPiece(const SelectArgs& args, int piece, int end,
+                                           float4 (&x)[kRuns], float* values) {
 #pragma unroll
   for (int i = 0; i < kRuns; ++i) {
     const int page = LanePage(piece) + i * kRun, left = end - page;
@@ -144,15 +151,17 @@ __device__ __forceinline__ State KeepPiece(const SelectArgs& args, int piece, in
     for (int i = 0; i < kRuns; ++i) x[i] = clean[i];
     state = MergeLanes(Add(empty, x));
     if (num_faults != 0 && args.num_faults != nullptr)
-      atomicAdd(reinterpret_cast<unsigned long long*>(args.num_faults), static_cast<unsigned long long>(num_faults));
+      atomicAdd(reinterpret_cast<unsigned long long*>(args.num_faults),
+                static_cast<unsigned long long>(num_faults));
   }
   return state;
 }
 
 // Keeps the slice's values and sends all CTAs its states. `x`: the values of the warp's first task;
 // `from`: head 0 of the slice, heads `stride` apart. REQUIRES: all CTAs of the cluster run.
-__device__ __forceinline__ void KeepSlice(const SelectArgs& args, const FewPlan& plan, const Few& few,
-                                          const float* from, int64_t stride, float4 (&x)[kRuns], FewShared* shared) {
+__device__ __forceinline__ void KeepSlice(const SelectArgs& args, const FewPlan& plan,
+                                          const Few& few, const float* from, int64_t stride,
+                                          float4 (&x)[kRuns], FewShared* shared) {
   const int warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int first_piece = few.first >> kPieceShift;
   const bool alone = plan.cluster_shift == 0;
@@ -162,8 +171,10 @@ __device__ __forceinline__ void KeepSlice(const SelectArgs& args, const FewPlan&
 #pragma unroll 1
   while ((task.piece << kPieceShift) < end) {
     const State state = KeepPiece(args, task.piece, end, x, few.values + task.head * few.stride);
-    const uint64_t bits = static_cast<uint64_t>(__float_as_uint(state.sum)) << 32 | __float_as_uint(state.max);
-    auto* out = reinterpret_cast<uint64_t*>(few.states + task.head * kMaxPieces + first_piece + task.piece);
+    const uint64_t bits =
+        static_cast<uint64_t>(__float_as_uint(state.sum)) << 32 | __float_as_uint(state.max);
+    auto* out =
+        reinterpret_cast<uint64_t*>(few.states + task.head * kMaxPieces + first_piece + task.piece);
     if (lane < plan.cluster()) SendTo(alone, lane, out, bits, &shared->states_here);
     task.head += step.head;
     task.piece += step.piece;
@@ -175,8 +186,10 @@ __device__ __forceinline__ void KeepSlice(const SelectArgs& args, const FewPlan&
   }
 }
 
-// The slice of a row. The first values are asked for before num_pages is there: they are in memory up to lse_stride.
-__device__ __forceinline__ void ReadPages(const SelectArgs& args, const FewPlan& plan, Few* few, FewShared* shared) {
+// The slice of a row. The first values are asked for before num_pages is there: they are in memory
+// up to lse_stride.
+__device__ __forceinline__ void ReadPages(const SelectArgs& args, const FewPlan& plan, Few* few,
+                                          FewShared* shared) {
   const auto kv_head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z);
   const int64_t index = int64_t{sequence} * args.num_kv_heads + kv_head;
   const float* lse = args.lse + index * args.group * args.lse_stride;
@@ -210,10 +223,10 @@ struct Before {
   float rest = 0;  // its part that is not of candidates
 };
 
-// The slice of a row's candidates, gathered, kQuad of a thread at most. Gives the warp's head's norm as it was. The
-// list is asked for before its length is there.
-__device__ __forceinline__ Before ReadCandidates(const SelectArgs& args, const Lists& lists, const FewPlan& plan,
-                                                 Few* few, FewShared* shared) {
+// The slice of a row's candidates, gathered, kQuad of a thread at most. Gives the warp's head's
+// norm as it was. The list is asked for before its length is there.
+__device__ __forceinline__ Before ReadCandidates(const SelectArgs& args, const Lists& lists,
+                                                 const FewPlan& plan, Few* few, FewShared* shared) {
   const auto kv_head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z);
   const int64_t index = int64_t{sequence} * args.num_kv_heads + kv_head;
   const int32_t* list = args.candidates + index * args.max_candidates;
@@ -259,7 +272,8 @@ __device__ __forceinline__ Before ReadCandidates(const SelectArgs& args, const L
 
 // Z_g of a row of which only the candidates' values have changed, from their state; notes the head
 // where too little is left of what it was.
-__device__ __forceinline__ float NormAfterRefine(const Before& before, const State& state, int g, FewShared* shared) {
+__device__ __forceinline__ float NormAfterRefine(const Before& before, const State& state, int g,
+                                                 FewShared* shared) {
   if (before.norm == -NegativeInfinity()) return NormOf(state);
   const float max = fmaxf(before.norm, state.max), whole = ptx::Exp2((before.norm - max) * kLog2e);
   const float sum = fmaf(state.sum, ptx::Exp2((state.max - max) * kLog2e), before.rest * whole);
@@ -267,7 +281,8 @@ __device__ __forceinline__ float NormAfterRefine(const Before& before, const Sta
   return max + logf(sum);
 }
 
-__device__ __forceinline__ void SetNorm(const SelectArgs& args, const Few& few, int g, float norm, FewShared* shared) {
+__device__ __forceinline__ void SetNorm(const SelectArgs& args, const Few& few, int g, float norm,
+                                        FewShared* shared) {
   if (threadIdx.x % 32 != 0) return;
   shared->norm[g] = Offset(norm);
   if (few.rank == 0) args.log_norm[few.row.index * args.group + g] = norm;
@@ -282,11 +297,13 @@ __device__ __forceinline__ void Rescan(const SelectArgs& args, const Few& few, F
 #pragma unroll 1
     for (int piece = warp; piece < few.row.num_pieces; piece += static_cast<int>(blockDim.x) / 32) {
       float4 x[kRuns];
-      few.states[piece] = ScanPiece(few.row, few.row.lse + g * args.lse_stride, piece, false, x,
-                                    nullptr /* NaNs were counted */, [](int, const float4(&)[kRuns]) {});
+      few.states[piece] =
+          ScanPiece(few.row, few.row.lse + g * args.lse_stride, piece, false, x,
+                    nullptr /* NaNs were counted */, [](int, const float4(&)[kRuns]) {});
     }
     __syncthreads();
-    if (warp == 0) SetNorm(args, few, g, NormOf(MergePieces(few.states, few.row.num_pieces)), shared);
+    if (warp == 0)
+      SetNorm(args, few, g, NormOf(MergePieces(few.states, few.row.num_pieces)), shared);
     __syncthreads();
   }
 }
@@ -296,21 +313,24 @@ __device__ __forceinline__ void FindLowKeys(int group, float zero, FewShared* sh
   const auto threads = static_cast<int>(blockDim.x), busy = threads > 32 * group ? 32 * group : 0;
   if (static_cast<int>(threadIdx.x) < busy) return;
 #pragma unroll 1
-  for (int b = static_cast<int>(threadIdx.x) - busy; b < kBins; b += threads - busy) shared->low_keys[b] = LowKeyOf(b, zero);
+  for (int b = static_cast<int>(threadIdx.x) - busy; b < kBins; b += threads - busy)
+    shared->low_keys[b] = LowKeyOf(b, zero);
 }
 
 // Norms of the heads, a warp each.
 template <bool kListed>
-__device__ __forceinline__ void FindNorms(const SelectArgs& args, const FewPlan& plan, const Few& few,
-                                          const Before& before, FewShared* shared) {
+__device__ __forceinline__ void FindNorms(const SelectArgs& args, const FewPlan& plan,
+                                          const Few& few, const Before& before, FewShared* shared) {
   const int num_pieces = FewPieces(few.num), g = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0)
-    ExpectFromAll(plan.cluster_shift == 0, &shared->states_here, static_cast<uint32_t>(num_pieces * args.group) * 8);
+    ExpectFromAll(plan.cluster_shift == 0, &shared->states_here,
+                  static_cast<uint32_t>(num_pieces * args.group) * 8);
   WaitForAll(plan.cluster_shift == 0, &shared->states_here, 0);
   FindLowKeys(args.group, plan.zero, shared);
   if (g < args.group) {
     const State state = MergePieces(few.states + g * kMaxPieces, num_pieces);
-    SetNorm(args, few, g, kListed ? NormAfterRefine(before, state, g, shared) : NormOf(state), shared);
+    SetNorm(args, few, g, kListed ? NormAfterRefine(before, state, g, shared) : NormOf(state),
+            shared);
   }
   __syncthreads();
   if constexpr (kListed)

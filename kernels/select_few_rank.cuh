@@ -8,8 +8,8 @@
 
 namespace kvd::select {
 
-// A thread's quad of the slice: its pages' keys, 0 for pages that may not be chosen. A pair has the number in the row, or in
-// the list, in place of the page: the order is the same.
+// A thread's quad of the slice: its pages' keys, 0 for pages that may not be chosen. A pair has the
+// number in the row, or in the list, in place of the page: the order is the same.
 struct Keys {
   int at;     // of the first, in the slice
   int first;  // of the slice
@@ -19,8 +19,8 @@ struct Keys {
 
 // Which of the slice's pages from `at` on may be chosen, a quad.
 template <bool kListed>
-__device__ __forceinline__ uint32_t FewAllowed(const SelectArgs& args, const Few& few, const FewShared& shared,
-                                               int at) {
+__device__ __forceinline__ uint32_t FewAllowed(const SelectArgs& args, const Few& few,
+                                               const FewShared& shared, int at) {
   if (at >= few.own()) return 0;
   if constexpr (kListed) {
     uint32_t allowed = 0;
@@ -39,7 +39,8 @@ __device__ __forceinline__ uint32_t FewAllowed(const SelectArgs& args, const Few
 
 // Scores the thread's pages and counts their bins.
 template <bool kListed>
-__device__ __forceinline__ void ScoreOwn(const SelectArgs& args, const Few& few, float zero, FewShared* shared, Keys* own) {
+__device__ __forceinline__ void ScoreOwn(const SelectArgs& args, const Few& few, float zero,
+                                         FewShared* shared, Keys* own) {
 #pragma unroll
   for (uint32_t& key : own->key) key = 0;
   const uint32_t allowed = FewAllowed<kListed>(args, few, *shared, own->at);
@@ -64,8 +65,8 @@ __device__ __forceinline__ void SumCounts(const uint32_t* counts, int num, uint3
   for (uint32_t& s : sum) s = 0;
 #pragma unroll 4
   for (int c = 0; c < num; ++c) {
-    const auto* from =
-        reinterpret_cast<const uint4*>(counts + c * kBins) + static_cast<int>(threadIdx.x) % 32 * (kEach / 4);
+    const auto* from = reinterpret_cast<const uint4*>(counts + c * kBins) +
+                       static_cast<int>(threadIdx.x) % 32 * (kEach / 4);
 #pragma unroll
     for (int i = 0; i < kEach / 4; ++i) {
       const uint4 x = from[i];
@@ -88,13 +89,15 @@ __device__ __forceinline__ uint32_t SumThrough(uint32_t x) {
 
 // Finds the page that is min(at_most, all)-th from the best among the counts of `num` CTAs, by one
 // warp, into shared->found, but for the CTA's place in it.
-__device__ __forceinline__ void FindBinOf(const uint32_t* counts, int num, uint32_t at_most, FewShared* shared) {
+__device__ __forceinline__ void FindBinOf(const uint32_t* counts, int num, uint32_t at_most,
+                                          FewShared* shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t count[kEach], sum = 0;
   SumCounts(counts, num, count);
 #pragma unroll
   for (const uint32_t c : count) sum += c;
-  const uint32_t through = SumThrough(sum), need = min(at_most, __shfl_sync(kAllLanes, through, 31));
+  const uint32_t through = SumThrough(sum),
+                 need = min(at_most, __shfl_sync(kAllLanes, through, 31));
   if (need == 0 && lane == 0) shared->found = {-1, 0, 0, 0, 0, 0};
   if (need == 0 || need > through || need <= through - sum) return;
   Found found = {lane * kEach, need, through - sum, count[0], 0, 0};
@@ -129,15 +132,16 @@ __device__ __forceinline__ void SumLower(const uint32_t* counts, int rank, FewSh
 // REQUIRES: nobody counts or reads the counts.
 __device__ __forceinline__ void ClearCounts(FewShared* shared) {
 #pragma unroll 1
-  for (int b = static_cast<int>(threadIdx.x); b < kBins; b += static_cast<int>(blockDim.x)) shared->counts[b] = 0;
+  for (int b = static_cast<int>(threadIdx.x); b < kBins; b += static_cast<int>(blockDim.x))
+    shared->counts[b] = 0;
   __syncthreads();
 }
 
 // Lets all CTAs know the slice's counts, takes theirs and finds the bin. Two buffers in turn: a CTA
 // may be a count ahead of one that still waits for the last. REQUIRES: the counts are complete,
 // behind a barrier.
-__device__ __forceinline__ Found FindBinOfAll(const FewPlan& plan, const Few& few, uint32_t at_most, int level,
-                                              FewShared* shared) {
+__device__ __forceinline__ Found FindBinOfAll(const FewPlan& plan, const Few& few, uint32_t at_most,
+                                              int level, FewShared* shared) {
   constexpr int kVectors = kBins / 4;
   const auto i = static_cast<int>(threadIdx.x);
   if (plan.cluster_shift == 0) {
@@ -150,7 +154,8 @@ __device__ __forceinline__ Found FindBinOfAll(const FewPlan& plan, const Few& fe
 #pragma unroll 1
   for (int v = i; v < kVectors * plan.cluster(); v += static_cast<int>(blockDim.x)) {
     auto* out = reinterpret_cast<uint4*>(received + few.rank * kBins) + v % kVectors;
-    ptx::Send(v / kVectors, out, reinterpret_cast<const uint4*>(shared->counts)[v % kVectors], here);
+    ptx::Send(v / kVectors, out, reinterpret_cast<const uint4*>(shared->counts)[v % kVectors],
+              here);
   }
   if (i < 64) {
     ptx::BarrierWait(here, static_cast<uint32_t>(level / 2 % 2));
@@ -171,8 +176,8 @@ __device__ __forceinline__ Found FindBinOfAll(const FewPlan& plan, const Few& fe
 }
 
 // Finds the cut from the counted scores; no page can be chosen if its count is 0.
-__device__ __forceinline__ Cut FindFewCut(const SelectArgs& args, const FewPlan& plan, const Few& few,
-                                          const Keys& own, FewShared* shared) {
+__device__ __forceinline__ Cut FindFewCut(const SelectArgs& args, const FewPlan& plan,
+                                          const Few& few, const Keys& own, FewShared* shared) {
   Found found = FindBinOfAll(plan, few, static_cast<uint32_t>(args.num_select), 0, shared);
   if (found.bin < 0) return {};
   Cut cut = CutAt(found, shared->low_keys);
@@ -183,7 +188,8 @@ __device__ __forceinline__ Cut FindFewCut(const SelectArgs& args, const FewPlan&
 #pragma unroll
     for (int k = 0; k < kQuad; ++k) {
       const uint64_t pair = own.pair(k);
-      if (pair >= cut.low && pair <= cut.high) atomicAdd(&shared->counts[FineBinOf(cut, shift, pair)], 1u);
+      if (pair >= cut.low && pair <= cut.high)
+        atomicAdd(&shared->counts[FineBinOf(cut, shift, pair)], 1u);
     }
     __syncthreads();
     found = FindBinOfAll(plan, few, cut.count - cut.above, level, shared);
@@ -195,8 +201,8 @@ __device__ __forceinline__ Cut FindFewCut(const SelectArgs& args, const FewPlan&
 // --- the weakest page chosen, and the list -------------------------------------------------------
 
 // Hands the pairs in the cut to all CTAs, each in a place of its own, and waits for theirs.
-__device__ __forceinline__ void SpreadContenders(const FewPlan& plan, const Keys& own, const Cut& cut,
-                                                 FewShared* shared) {
+__device__ __forceinline__ void SpreadContenders(const FewPlan& plan, const Keys& own,
+                                                 const Cut& cut, FewShared* shared) {
   const bool alone = plan.cluster_shift == 0;
   if (threadIdx.x == 0) ExpectFromAll(alone, &shared->contenders_here, cut.inside * 8);
 #pragma unroll
@@ -205,7 +211,8 @@ __device__ __forceinline__ void SpreadContenders(const FewPlan& plan, const Keys
     if (pair < cut.low || pair > cut.high) continue;
     uint64_t* place = &shared->contenders[cut.lower_inside + atomicAdd(&shared->num_mine, 1u)];
 #pragma unroll 1
-    for (int c = 0; c < plan.cluster(); ++c) SendTo(alone, c, place, pair, &shared->contenders_here);
+    for (int c = 0; c < plan.cluster(); ++c)
+      SendTo(alone, c, place, pair, &shared->contenders_here);
   }
   WaitForAll(alone, &shared->contenders_here, 0);
 }
@@ -221,7 +228,8 @@ __device__ __forceinline__ Cut FindFinalists(const Cut& cut, FewShared* shared) 
 #pragma unroll 1
     for (uint32_t i = first; i < cut.inside; i += threads) {
       const uint64_t pair = shared->contenders[i];
-      if (pair >= fine.low && pair <= fine.high) atomicAdd(&shared->counts[FineBinOf(fine, shift, pair)], 1u);
+      if (pair >= fine.low && pair <= fine.high)
+        atomicAdd(&shared->counts[FineBinOf(fine, shift, pair)], 1u);
     }
     __syncthreads();
     if (first < 32) FindBinOf(shared->counts, 1, fine.count - fine.above, shared);
@@ -231,7 +239,8 @@ __device__ __forceinline__ Cut FindFinalists(const Cut& cut, FewShared* shared) 
 #pragma unroll 1
   for (uint32_t i = first; i < cut.inside; i += threads) {
     const uint64_t pair = shared->contenders[i];
-    if (pair >= fine.low && pair <= fine.high) shared->finalists[atomicAdd(&shared->num_finalists, 1u)] = pair;
+    if (pair >= fine.low && pair <= fine.high)
+      shared->finalists[atomicAdd(&shared->num_finalists, 1u)] = pair;
   }
   __syncthreads();
   return fine;
@@ -246,7 +255,8 @@ __device__ __forceinline__ void FindWeakest(const Cut& cut, FewShared* shared) {
   const uint64_t* list = few ? shared->contenders : shared->finalists;
   uint64_t own[kFinalists / 32];
 #pragma unroll
-  for (uint32_t k = 0; k < kFinalists / 32; ++k) own[k] = lane + 32 * k < fine.inside ? list[lane + 32 * k] : 0;
+  for (uint32_t k = 0; k < kFinalists / 32; ++k)
+    own[k] = lane + 32 * k < fine.inside ? list[lane + 32 * k] : 0;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / 32; i < fine.inside; i += blockDim.x / 32) {
     const uint64_t pair = list[i];
@@ -264,7 +274,8 @@ __device__ __forceinline__ void FindWeakest(const Cut& cut, FewShared* shared) {
 __device__ __forceinline__ int NumLower(const Cut& cut, const FewShared& shared) {
   uint32_t num = 0;
 #pragma unroll 1
-  for (uint32_t k = threadIdx.x % 32; k < cut.lower_inside; k += 32) num += shared.contenders[k] >= shared.weakest;
+  for (uint32_t k = threadIdx.x % 32; k < cut.lower_inside; k += 32)
+    num += shared.contenders[k] >= shared.weakest;
   return static_cast<int>(cut.lower_above + __reduce_add_sync(kAllLanes, num));
 }
 
@@ -297,12 +308,14 @@ __device__ __forceinline__ uint32_t WriteFew(const Few& few, const Keys& own, in
 
 // Leaves the shares of the slice's candidates: the thread's chosen pages, and those that are always
 // kept.
-__device__ __forceinline__ void SumShares(const SelectArgs& args, const Lists& lists, const FewPlan& plan,
-                                          const Few& few, const Keys& own, uint32_t chosen, FewShared* shared) {
+__device__ __forceinline__ void SumShares(const SelectArgs& args, const Lists& lists,
+                                          const FewPlan& plan, const Few& few, const Keys& own,
+                                          uint32_t chosen, FewShared* shared) {
 #pragma unroll
   for (int k = 0; k < kQuad; ++k) {
     const int page = own.first + own.at + k;
-    const bool kept = page < few.row.first_selectable || (page >= few.row.end_selectable && page < few.num);
+    const bool kept =
+        page < few.row.first_selectable || (page >= few.row.end_selectable && page < few.num);
     if (own.at + k < few.own() && kept) chosen |= 1u << k;
   }
 #pragma unroll 1
@@ -310,7 +323,8 @@ __device__ __forceinline__ void SumShares(const SelectArgs& args, const Lists& l
     uint32_t sum = 0;
 #pragma unroll
     for (int k = 0; k < kQuad; ++k)
-      if ((chosen >> k & 1) != 0) sum += ShareOf(few.values[g * few.stride + own.at + k], shared->norm[g]);
+      if ((chosen >> k & 1) != 0)
+        sum += ShareOf(few.values[g * few.stride + own.at + k], shared->norm[g]);
     AddShares(sum, &shared->shares[g]);
   }
   PutShares(args, lists, few.row, shared->norm, few.rank, plan.cluster(), shared->shares);
@@ -345,8 +359,8 @@ __device__ __forceinline__ void InitialiseFew(const FewPlan& plan, FewShared* sh
   if (plan.cluster_shift > 0) ptx::ClusterArrive();
 }
 
-// Grid: (rank, KV head, sequence). kListed: `args` has the candidates that the first select listed, and `lists` their
-// shares.
+// Grid: (rank, KV head, sequence). kListed: `args` has the candidates that the first select listed,
+// and `lists` their shares.
 template <bool kListed>
 __global__ void __launch_bounds__(kFewThreads, 1)
     SelectFewKernel(const __grid_constant__ SelectArgs args, const __grid_constant__ Lists lists,
@@ -377,12 +391,14 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   if (cut.count != 0) {
     SpreadContenders(plan, own, cut, shared);
     FindWeakest(cut, shared);
-    chosen = WriteFew<kListed>(few, own, NumLower(cut, *shared), OutOf(args, lists, few.row), shared);
+    chosen =
+        WriteFew<kListed>(few, own, NumLower(cut, *shared), OutOf(args, lists, few.row), shared);
   }
   FinishRow(args, lists, few.row, cut.count, shared->weakest, mean,
             few.rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x),
             plan.cluster() * static_cast<int>(blockDim.x));
-  if (!kListed && lists.candidates != nullptr) SumShares(args, lists, plan, few, own, chosen, shared);
+  if (!kListed && lists.candidates != nullptr)
+    SumShares(args, lists, plan, few, own, chosen, shared);
 }
 
 }  // namespace kvd::select

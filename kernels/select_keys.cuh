@@ -26,17 +26,20 @@ static_assert(kMaxPages == 1 << kPageBits);
 __device__ __forceinline__ uint64_t Pair(uint32_t key, int page) {
   return static_cast<uint64_t>(key) << kPageBits | static_cast<uint32_t>(kMaxPages - 1 - page);
 }
-__device__ __forceinline__ uint32_t KeyOf(uint64_t pair) { return static_cast<uint32_t>(pair >> kPageBits); }
+__device__ __forceinline__ uint32_t KeyOf(uint64_t pair) {
+  return static_cast<uint32_t>(pair >> kPageBits);
+}
 __device__ __forceinline__ int PageOf(uint64_t pair) {
   return kMaxPages - 1 - static_cast<int>(pair & (kMaxPages - 1));
 }
 
 // --- bins ----------------------------------------------------------------------------------------
 
-// The shares of a head sum to 1, so no more than K pages have a mean share of 1 / K or more: the K-th lies below, mostly
-// by a few nats. Bins are of the depth below e / K, the best first: 64 for each octave from 1 to 8, 16 from there to 128;
-// the first takes all that is better, the last all that is worse. `zero`, where depths begin, is -1 at most: a depth is
-// then no larger than its score, and no two scores have the same.
+// The shares of a head sum to 1, so no more than K pages have a mean share of 1 / K or more: the
+// K-th lies below, mostly by a few nats. Bins are of the depth below e / K, the best first: 64 for
+// each octave from 1 to 8, 16 from there to 128; the first takes all that is better, the last all
+// that is worse. `zero`, where depths begin, is -1 at most: a depth is then no larger than its
+// score, and no two scores have the same.
 constexpr int kLastBin = kBins - 1;
 constexpr int kFineShift = 17, kCoarseShift = 19;
 constexpr int kFirstFine = 127 << (23 - kFineShift), kFirstCoarse = 130 << (23 - kCoarseShift);
@@ -44,7 +47,8 @@ constexpr int kFineBins = (130 << (23 - kFineShift)) - kFirstFine;
 static_assert(kFineBins + (134 << (23 - kCoarseShift)) - kFirstCoarse == kBins);
 __device__ __forceinline__ int BinOf(float score, float zero) {
   const int depth = __float_as_int(zero - score);  // below 0 for scores above
-  const int fine = (depth >> kFineShift) - kFirstFine, coarse = (depth >> kCoarseShift) + (kFineBins - kFirstCoarse);
+  const int fine = (depth >> kFineShift) - kFirstFine,
+            coarse = (depth >> kCoarseShift) + (kFineBins - kFirstCoarse);
   return fine < kFineBins ? max(fine, 0) : min(coarse, kLastBin);
 }
 // The weakest key of a bin.
@@ -126,7 +130,8 @@ __device__ __forceinline__ State MergePieces(const State* states, int num_pieces
   max = WarpMax(max);
   const float shift = max == NegativeInfinity() ? 0.0f : max;
 #pragma unroll
-  for (const State& state : all) sum = fmaf(state.sum, ptx::Exp2((state.max - shift) * kLog2e), sum);
+  for (const State& state : all)
+    sum = fmaf(state.sum, ptx::Exp2((state.max - shift) * kLog2e), sum);
   return {max, WarpSum(sum)};
 }
 // Z_g; -inf if there is no mass.
@@ -134,17 +139,21 @@ __device__ __forceinline__ float NormOf(const State& state) {
   return state.max == NegativeInfinity() ? state.max : state.max + logf(state.sum);
 }
 // What is taken off a head's lse: +inf for a head without mass.
-__device__ __forceinline__ float Offset(float norm) { return norm == NegativeInfinity() ? -norm : norm; }
+__device__ __forceinline__ float Offset(float norm) {
+  return norm == NegativeInfinity() ? -norm : norm;
+}
 
 constexpr float kLowest = -3.402823466e38f;
 
-// Four heads' lse of four pages, and what is taken off them to make them shares: +inf for heads that there are not.
+// Four heads' lse of four pages, and what is taken off them to make them shares: +inf for heads
+// that there are not.
 constexpr int kHeads = 4;
 struct Heads {
   float4 lse[kHeads];
 };
 // As shares; NaN counts as -inf.
-__device__ __forceinline__ void SharesOf(const Heads& heads, const float* norm, float (&x)[kHeads][kQuad]) {
+__device__ __forceinline__ void SharesOf(const Heads& heads, const float* norm,
+                                         float (&x)[kHeads][kQuad]) {
   const float4 norms = *reinterpret_cast<const float4*>(norm);
   const float off[kHeads] = {norms.x, norms.y, norms.z, norms.w};
 #pragma unroll
@@ -155,7 +164,8 @@ __device__ __forceinline__ void SharesOf(const Heads& heads, const float* norm, 
     x[h][3] = fmaxf(heads.lse[h].w - off[h], NegativeInfinity());
   }
 }
-// Four heads from `first` on; those after the last head are its again. `at`: of head 0, heads `stride` apart.
+// Four heads from `first` on; those after the last head are its again. `at`: of head 0, heads
+// `stride` apart.
 __device__ __forceinline__ Heads ReadHeads(int group, int first, const float* at, int64_t stride) {
   Heads heads;
   at += first * stride;
@@ -170,8 +180,9 @@ __device__ __forceinline__ float TopOf(const float (&x)[kHeads][kQuad], int i, f
   return fmaxf(fmaxf(fmaxf(top, x[0][i]), fmaxf(x[1][i], x[2][i])), x[3][i]);
 }
 
-// Four neighbours' scores, ln sum_g exp(x_g - norm_g) in the order of the heads. Read(first) gives four heads' values;
-// `norm` is of all heads, aligned, and +inf up to kMaxGroup. Written so that no compiler has a choice where to round.
+// Four neighbours' scores, ln sum_g exp(x_g - norm_g) in the order of the heads. Read(first) gives
+// four heads' values; `norm` is of all heads, aligned, and +inf up to kMaxGroup. Written so that no
+// compiler has a choice where to round.
 struct Scores {
   float score[kQuad];
 };
@@ -185,7 +196,8 @@ __device__ __forceinline__ Scores ScoresOf(int group, const float* norm, Read re
     top[i] = TopOf(x, i, kLowest);
     s.score[i] = ptx::Exp2((x[0][i] - top[i]) * kLog2e);
 #pragma unroll
-    for (int h = 1; h < kHeads; ++h) s.score[i] = __fadd_rn(s.score[i], ptx::Exp2((x[h][i] - top[i]) * kLog2e));
+    for (int h = 1; h < kHeads; ++h)
+      s.score[i] = __fadd_rn(s.score[i], ptx::Exp2((x[h][i] - top[i]) * kLog2e));
   }
 #pragma unroll 1
   for (int first = kHeads; first < group; first += kHeads) {
@@ -193,7 +205,8 @@ __device__ __forceinline__ Scores ScoresOf(int group, const float* norm, Read re
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
       const float more = TopOf(x, i, top[i]);
-      float sum = fmaf(s.score[i], ptx::Exp2((top[i] - more) * kLog2e), ptx::Exp2((x[0][i] - more) * kLog2e));
+      float sum = fmaf(s.score[i], ptx::Exp2((top[i] - more) * kLog2e),
+                       ptx::Exp2((x[0][i] - more) * kLog2e));
 #pragma unroll
       for (int h = 1; h < kHeads; ++h) sum = __fadd_rn(sum, ptx::Exp2((x[h][i] - more) * kLog2e));
       s.score[i] = sum;
@@ -211,7 +224,8 @@ __device__ __forceinline__ Scores ScoresOf(int group, const float* norm, Read re
 // that is alone in its cluster writes its own memory as usual and waits for its own threads: Send
 // wants two CTAs at least.
 template <class T>
-__device__ __forceinline__ void SendTo(bool alone, int rank, T* place, const T& value, const uint64_t* barrier) {
+__device__ __forceinline__ void SendTo(bool alone, int rank, T* place, const T& value,
+                                       const uint64_t* barrier) {
   if (alone) {
     *place = value;
   } else {

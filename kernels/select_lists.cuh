@@ -17,15 +17,16 @@ namespace kvd::select {
 
 struct Lists {
   int max_candidates;
-  int32_t* candidates;      // [rows, max_candidates] out; null: pages are selected, nothing is listed
+  int32_t* candidates;  // [rows, max_candidates] out; null: pages are selected, nothing is listed
   int32_t* num_candidates;  // [rows] out
   uint32_t* shares;         // [rows, G, kMaxTeam] of the candidates of each CTA, in 1 / kOne of the
                             // head's norm
-  float* norms;             // [rows, G] what is taken off a head's lse: +inf for a head without mass
+  float* norms;  // [rows, G] what is taken off a head's lse: +inf for a head without mass
 };
 constexpr float kOne = 2147483648.0f;  // 2^31
 constexpr float kLeastKept = 0.25f;
-constexpr int kMostListed = 8192;  // candidates: their shares, each rounded by 2^-32, are then off by 2e-6 at most
+constexpr int kMostListed =
+    8192;  // candidates: their shares, each rounded by 2^-32, are then off by 2e-6 at most
 
 // Sinks and window, in order: how many there are, and which page is number i.
 __device__ __forceinline__ int NumKept(const Row& row) {
@@ -36,20 +37,24 @@ __device__ __forceinline__ int KeptPage(const Row& row, int i) {
 }
 
 // Where the row's pages are written.
-__device__ __forceinline__ int32_t* OutOf(const SelectArgs& args, const Lists& lists, const Row& row) {
-  return lists.candidates == nullptr ? args.pages + row.index * args.num_select
-                                     : lists.candidates + row.index * lists.max_candidates + row.first_selectable;
+__device__ __forceinline__ int32_t* OutOf(const SelectArgs& args, const Lists& lists,
+                                          const Row& row) {
+  return lists.candidates == nullptr
+             ? args.pages + row.index * args.num_select
+             : lists.candidates + row.index * lists.max_candidates + row.first_selectable;
 }
 
-// What a threshold's sum over heads is divided by, as a logarithm. Found before anything is waited for.
+// What a threshold's sum over heads is divided by, as a logarithm. Found before anything is waited
+// for.
 __device__ __forceinline__ float MeanOf(const SelectArgs& args) {
   return args.rule == CombineRule::kShare ? logf(static_cast<float>(args.group)) : 0.0f;
 }
 
 // Finishes a row of which `count` pages were chosen, `weakest` the last: what stands around them,
 // sinks and window or -1 up to K, by all `threads` of the row; the figures by the first.
-__device__ inline void FinishRow(const SelectArgs& args, const Lists& lists, const Row& row, uint32_t count,
-                                 uint64_t weakest, float mean, int thread, int threads) {
+__device__ inline void FinishRow(const SelectArgs& args, const Lists& lists, const Row& row,
+                                 uint32_t count, uint64_t weakest, float mean, int thread,
+                                 int threads) {
   int32_t* out = OutOf(args, lists, row);
   const auto num = static_cast<int>(count);
   if (lists.candidates == nullptr) {
@@ -66,7 +71,8 @@ __device__ inline void FinishRow(const SelectArgs& args, const Lists& lists, con
     return;
   }
   args.num_selected[row.index] = num;
-  args.threshold[row.index] = num == 0 ? -NegativeInfinity() : FromOrderedKey(KeyOf(weakest)) - mean;
+  args.threshold[row.index] =
+      num == 0 ? -NegativeInfinity() : FromOrderedKey(KeyOf(weakest)) - mean;
 }
 
 // --- shares --------------------------------------------------------------------------------------
@@ -82,8 +88,9 @@ __device__ __forceinline__ void AddShares(uint32_t mine, uint32_t* sum) {
 }
 
 // Leaves a CTA's shares and the row's norms for the second select. REQUIRES: called by all threads.
-__device__ __forceinline__ void PutShares(const SelectArgs& args, const Lists& lists, const Row& row, const float* norm,
-                                          int rank, int team, const uint32_t* sums) {
+__device__ __forceinline__ void PutShares(const SelectArgs& args, const Lists& lists,
+                                          const Row& row, const float* norm, int rank, int team,
+                                          const uint32_t* sums) {
   __syncthreads();
   const auto thread = static_cast<int>(threadIdx.x);
   if (rank == 0 && thread < args.group) lists.norms[row.index * args.group + thread] = norm[thread];

@@ -1,5 +1,5 @@
-// The second half of select_many.cuh: the weakest page that is chosen, the list; and the kernel. Device code only.
-// Internal to select.cu.
+// The second half of select_many.cuh: the weakest page that is chosen, the list; and the kernel.
+// Device code only. Internal to select.cu.
 
 #ifndef LOCKS_KVD_KERNELS_SELECT_MANY_RANK_CUH_
 #define LOCKS_KVD_KERNELS_SELECT_MANY_RANK_CUH_
@@ -10,10 +10,11 @@ namespace kvd::select {
 
 // --- the bin of the K-th -------------------------------------------------------------------------
 
-// Lets all CTAs know the slice's counts, takes theirs and finds the bin; `level`: how many counts went before. REQUIRES:
-// the counts are complete, behind a barrier.
-__device__ __forceinline__ Found FindBinOfTeam(const SelectArgs& args, const ManyPlan& plan, const Many& many,
-                                               uint32_t at_most, int level, FewShared* shared) {
+// Lets all CTAs know the slice's counts, takes theirs and finds the bin; `level`: how many counts
+// went before. REQUIRES: the counts are complete, behind a barrier.
+__device__ __forceinline__ Found FindBinOfTeam(const SelectArgs& args, const ManyPlan& plan,
+                                               const Many& many, uint32_t at_most, int level,
+                                               FewShared* shared) {
   const auto i = static_cast<int>(threadIdx.x);
   if (plan.team == 1) {
     if (i < 32) FindBinOf(shared->counts, 1, at_most, shared);
@@ -24,7 +25,8 @@ __device__ __forceinline__ Found FindBinOfTeam(const SelectArgs& args, const Man
   auto* received = reinterpret_cast<uint32_t*>(many.memory + plan.received);
   if (i < kCountWords) {
     const uint2 own = reinterpret_cast<const uint2*>(shared->counts)[i];
-    PutWord(words + many.rank() * kCountWords + i, kCounted | static_cast<uint64_t>(own.y) << 32 | own.x);
+    PutWord(words + many.rank() * kCountWords + i,
+            kCounted | static_cast<uint64_t>(own.y) << 32 | own.x);
   }
   // A thread has two bins of every kCountSums-th CTA, of which some are on their way at once.
   constexpr int kAtOnce = 4;
@@ -67,14 +69,15 @@ __device__ __forceinline__ Found FindBinOfTeam(const SelectArgs& args, const Man
 
 // Visit(pair) for the slice's pairs from `low` on, by threads. They are few: most quads have none.
 template <class Visit>
-__device__ __forceinline__ void ForEachPair(const SelectArgs& args, const ManyPlan& plan, const Many& many, uint64_t low,
-                                            Visit visit) {
+__device__ __forceinline__ void ForEachPair(const SelectArgs& args, const ManyPlan& plan,
+                                            const Many& many, uint64_t low, Visit visit) {
 #pragma unroll 1
-  for (int offset = kQuad * static_cast<int>(threadIdx.x); offset < many.own_pages; offset += kQuad * kManyThreads) {
+  for (int offset = kQuad * static_cast<int>(threadIdx.x); offset < many.own_pages;
+       offset += kQuad * kManyThreads) {
     const uint4 keys = ReadKeys(args, plan, many, offset);
     const uint32_t least = KeyOf(low);
-    uint32_t left = (keys.x >= least ? 1 : 0) | (keys.y >= least ? 2 : 0) | (keys.z >= least ? 4 : 0) |
-                    (keys.w >= least ? 8 : 0);
+    uint32_t left = (keys.x >= least ? 1 : 0) | (keys.y >= least ? 2 : 0) |
+                    (keys.z >= least ? 4 : 0) | (keys.w >= least ? 8 : 0);
 #pragma unroll 1
     for (; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1;
@@ -86,13 +89,14 @@ __device__ __forceinline__ void ForEachPair(const SelectArgs& args, const ManyPl
 }
 
 // Finds the cut from the counted scores; no page can be chosen if its count is 0.
-__device__ __forceinline__ Cut FindManyCut(const SelectArgs& args, const ManyPlan& plan, const Many& many,
-                                           FewShared* shared) {
+__device__ __forceinline__ Cut FindManyCut(const SelectArgs& args, const ManyPlan& plan,
+                                           const Many& many, FewShared* shared) {
   Cut cut = {};
   int shift = 0;
 #pragma unroll 1
   for (int level = 0;; ++level) {
-    const uint32_t at_most = level == 0 ? static_cast<uint32_t>(args.num_select) : cut.count - cut.above;
+    const uint32_t at_most =
+        level == 0 ? static_cast<uint32_t>(args.num_select) : cut.count - cut.above;
     const Found found = FindBinOfTeam(args, plan, many, at_most, level, shared);
     if (level > 0) {
       Narrow(found, shift, &cut);
@@ -117,10 +121,11 @@ __device__ __forceinline__ void Choose(const ManyPlan& plan, const Many& many, i
   atomicOr(ChosenOf(plan, many) + offset / 32, 1u << (offset % 32));
 }
 
-// Marks the slice's pages above the cut, hands the pairs in it to all CTAs, each in a place of its own, and waits for
-// theirs.
-__device__ __forceinline__ void ShareContenders(const SelectArgs& args, const ManyPlan& plan, const Many& many,
-                                                const Cut& cut, FewShared* shared) {
+// Marks the slice's pages above the cut, hands the pairs in it to all CTAs, each in a place of its
+// own, and waits for theirs.
+__device__ __forceinline__ void ShareContenders(const SelectArgs& args, const ManyPlan& plan,
+                                                const Many& many, const Cut& cut,
+                                                FewShared* shared) {
   uint64_t* words = ContendersOf(args, plan, many);
   ForEachPair(args, plan, many, cut.low, [&](uint64_t pair) {
     if (pair > cut.high) {
@@ -136,14 +141,16 @@ __device__ __forceinline__ void ShareContenders(const SelectArgs& args, const Ma
   });
   if (plan.team > 1) {
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < cut.inside; i += kManyThreads) shared->contenders[i] = AwaitWord(words + i, 0);
+    for (uint32_t i = threadIdx.x; i < cut.inside; i += kManyThreads)
+      shared->contenders[i] = AwaitWord(words + i, 0);
   }
   __syncthreads();
 }
 
-// Marks the slice's contenders that are chosen, and counts those of CTAs of lower rank. REQUIRES: a barrier after it.
-__device__ __forceinline__ void ChooseContenders(const ManyPlan& plan, const Many& many, const Cut& cut,
-                                                 FewShared* shared) {
+// Marks the slice's contenders that are chosen, and counts those of CTAs of lower rank. REQUIRES: a
+// barrier after it.
+__device__ __forceinline__ void ChooseContenders(const ManyPlan& plan, const Many& many,
+                                                 const Cut& cut, FewShared* shared) {
   const uint64_t weakest = shared->weakest;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < cut.inside; i += kManyThreads) {
@@ -151,14 +158,16 @@ __device__ __forceinline__ void ChooseContenders(const ManyPlan& plan, const Man
     if (pair < weakest) continue;
     const int page = PageOf(pair);
     if (page < many.first_page) atomicAdd(&shared->num_lower, 1u);
-    if (page >= many.first_page && page < many.first_page + many.own_pages) Choose(plan, many, page);
+    if (page >= many.first_page && page < many.first_page + many.own_pages)
+      Choose(plan, many, page);
   }
 }
 
-// Writes the slice's chosen pages in order, behind those of CTAs of lower rank, `lower` of which are known. Returns how
-// many; their offsets are then in shared memory too, in place of keys, if all of them find room there.
-__device__ __forceinline__ int WriteMany(const ManyPlan& plan, const Many& many, uint32_t lower, int32_t* out,
-                                         FewShared* shared) {
+// Writes the slice's chosen pages in order, behind those of CTAs of lower rank, `lower` of which
+// are known. Returns how many; their offsets are then in shared memory too, in place of keys, if
+// all of them find room there.
+__device__ __forceinline__ int WriteMany(const ManyPlan& plan, const Many& many, uint32_t lower,
+                                         int32_t* out, FewShared* shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const uint32_t* chosen = ChosenOf(plan, many);
   auto* own = reinterpret_cast<int32_t*>(many.memory + plan.keys);
@@ -187,10 +196,11 @@ __device__ __forceinline__ int WriteMany(const ManyPlan& plan, const Many& many,
   return all;
 }
 
-// Leaves the shares of the slice's candidates: the `num` pages at `out`, with those that are always kept the first CTA's.
-// A warp has one head.
-__device__ __forceinline__ void SumManyShares(const SelectArgs& args, const Lists& lists, const ManyPlan& plan,
-                                              const Many& many, const int32_t* out, int num, FewShared* shared) {
+// Leaves the shares of the slice's candidates: the `num` pages at `out`, with those that are always
+// kept the first CTA's. A warp has one head.
+__device__ __forceinline__ void SumManyShares(const SelectArgs& args, const Lists& lists,
+                                              const ManyPlan& plan, const Many& many,
+                                              const int32_t* out, int num, FewShared* shared) {
   __syncthreads();  // the list is written
   const auto* own = reinterpret_cast<const int32_t*>(many.memory + plan.keys);
   const int warps = kManyWarps / args.group, warp = static_cast<int>(threadIdx.x) / 32;
@@ -198,7 +208,8 @@ __device__ __forceinline__ void SumManyShares(const SelectArgs& args, const List
   if (g < args.group) {
     const float* lse = many.row.lse + g * args.lse_stride;
     const float* near = reinterpret_cast<const float*>(many.memory + plan.values) + g * plan.kept;
-    const int intact = plan.keys == plan.values ? 0 : min(plan.kept, many.own_pages);  // a row may be short
+    const int intact =
+        plan.keys == plan.values ? 0 : min(plan.kept, many.own_pages);  // a row may be short
     uint32_t sum = 0;
 #pragma unroll 2
     for (int i = warp % warps * 32 + static_cast<int>(threadIdx.x) % 32; i < all; i += 32 * warps) {
@@ -213,7 +224,8 @@ __device__ __forceinline__ void SumManyShares(const SelectArgs& args, const List
 }
 
 // Puts shared memory in order; nothing here waits for an earlier kernel.
-__device__ __forceinline__ void InitialiseMany(const ManyPlan& plan, unsigned char* memory, FewShared* shared) {
+__device__ __forceinline__ void InitialiseMany(const ManyPlan& plan, unsigned char* memory,
+                                               FewShared* shared) {
   const auto i = static_cast<int>(threadIdx.x);
   if (i < kBins) shared->counts[i] = 0;
   if (i < kMaxGroup) {
@@ -249,7 +261,8 @@ __global__ void __launch_bounds__(kManyThreads, 1)
   KeepSlice(args, plan, many, ahead, x);
   if (plan.team > 1) ClearLastSet(args, plan, many);
   FindNorms(args, plan, many, shared);
-  if (args.rule == CombineRule::kPeak) TakePeaks(args, many.row.num_pages, shared->peaks, shared->norm);
+  if (args.rule == CombineRule::kPeak)
+    TakePeaks(args, many.row.num_pages, shared->peaks, shared->norm);
   ScoreSlice(args, plan, many, shared);
   __syncthreads();
   const Cut cut = FindManyCut(args, plan, many, shared);
@@ -266,8 +279,8 @@ __global__ void __launch_bounds__(kManyThreads, 1)
     num = WriteMany(plan, many, cut.lower_above, out, shared);
     out += cut.lower_above + shared->num_lower;
   }
-  FinishRow(args, lists, many.row, cut.count, shared->weakest, mean, many.rank() * kManyThreads + thread,
-            plan.team * kManyThreads);
+  FinishRow(args, lists, many.row, cut.count, shared->weakest, mean,
+            many.rank() * kManyThreads + thread, plan.team * kManyThreads);
   if (lists.candidates != nullptr) SumManyShares(args, lists, plan, many, out, num, shared);
 }
 

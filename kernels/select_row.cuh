@@ -1,9 +1,11 @@
 // How a row of select is cut.
 //
-// A row's pages are cut into at most kMaxPieces pieces of a size that depends on num_pages alone; a head's values of a piece
-// are the work of one warp. Four neighbouring pages are a quad, which a lane reads with one load.
-// Repeatability: a piece's state is made in one order: every lane its own pages, then the lanes together. So Z_g and
-// all that follows depends on the row's values alone. Device code only. Internal to select.cu.
+// A row's pages are cut into at most kMaxPieces pieces of a size that depends on num_pages alone; a
+// head's values of a piece are the work of one warp. Four neighbouring pages are a quad, which a
+// lane reads with one load.
+// Repeatability: a piece's state is made in one order: every lane its own pages, then the lanes
+// together. So Z_g and all that follows depends on the row's values alone. Device code only.
+// Internal to select.cu.
 
 #ifndef LOCKS_KVD_KERNELS_SELECT_ROW_CUH_
 #define LOCKS_KVD_KERNELS_SELECT_ROW_CUH_
@@ -17,7 +19,7 @@ namespace kvd::select {
 
 using ptx::kAllLanes;
 
-constexpr int kMaxTeam = 32;     // CTAs that share a row
+constexpr int kMaxTeam = 32;  // CTAs that share a row
 constexpr int kMaxGroup = 16;
 constexpr int kQuad = 4;         // pages
 constexpr int kRun = 128;        // pages that a warp reads with one instruction
@@ -29,7 +31,9 @@ static_assert(kRun * kRuns == 1 << kPieceShift && kMaxTeam <= 32);
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-__device__ __forceinline__ float NegativeInfinity() { return __int_as_float(static_cast<int>(0xFF800000u)); }
+__device__ __forceinline__ float NegativeInfinity() {
+  return __int_as_float(static_cast<int>(0xFF800000u));
+}
 
 // (maximum, sum of exp(x - maximum)), -inf and 0 for nothing.
 struct State {
@@ -55,7 +59,8 @@ struct Row {
   const uint32_t* selectable;  // null: every page
 };
 
-__device__ __forceinline__ Row MakeRow(const SelectArgs& args, int sequence, int kv_head, int num_pages) {
+__device__ __forceinline__ Row MakeRow(const SelectArgs& args, int sequence, int kv_head,
+                                       int num_pages) {
   Row row;
   row.sequence = sequence;
   row.index = int64_t{sequence} * args.num_kv_heads + kv_head;
@@ -65,7 +70,9 @@ __device__ __forceinline__ Row MakeRow(const SelectArgs& args, int sequence, int
   row.piece_shift = PieceShiftOf(num_pages);
   row.num_pieces = (num_pages + (1 << row.piece_shift) - 1) >> row.piece_shift;
   row.lse = args.lse + row.index * args.group * args.lse_stride;
-  row.selectable = args.selectable == nullptr ? nullptr : reinterpret_cast<const uint32_t*>(args.selectable[sequence]);
+  row.selectable = args.selectable == nullptr
+                       ? nullptr
+                       : reinterpret_cast<const uint32_t*>(args.selectable[sequence]);
   return row;
 }
 
@@ -73,7 +80,8 @@ __device__ __forceinline__ Row MakeRow(const SelectArgs& args, int sequence, int
 __device__ __forceinline__ uint32_t AllowedOf(const Row& row, int page) {
   uint32_t inside = 15;
   if (page < row.first_selectable || page + kQuad > row.end_selectable) {
-    const int low = max(row.first_selectable - page, 0), high = min(row.end_selectable - page, kQuad);
+    const int low = max(row.first_selectable - page, 0),
+              high = min(row.end_selectable - page, kQuad);
     if (low >= high) return 0;
     inside = (15u >> (kQuad - high)) & (15u << low);
   }

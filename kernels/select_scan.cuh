@@ -1,4 +1,5 @@
-// The first reading of a row's values: the states of its pieces. Device code only. Internal to select.cu.
+// The first reading of a row's values: the states of its pieces. Device code only. Internal to
+// select.cu.
 
 #ifndef LOCKS_KVD_KERNELS_SELECT_SCAN_CUH_
 #define LOCKS_KVD_KERNELS_SELECT_SCAN_CUH_
@@ -17,8 +18,8 @@ __device__ __forceinline__ float SumExp(const float4 (&x)[kRuns], float shift) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Puts -inf in place of the values from `left` on; each run lies kRun pages after the last. Out of line, as is what
-// follows: seldom needed.
+// Puts -inf in place of the values from `left` on; each run lies kRun pages after the last. Out of
+// line, as is what follows: seldom needed.
 __device__ __noinline__ void MaskFrom(int left, float4* x) {
   for (int i = 0; i < kQuad * kRuns; ++i)
     if (left - i / kQuad * kRun <= i % kQuad) (&x[i / kQuad].x)[i % kQuad] = NegativeInfinity();
@@ -35,8 +36,10 @@ __device__ __noinline__ int DropNaNs(float4* x) {
   return num;
 }
 
-// A lane's quads from page `first` on, as far as they are before `end`; and -inf in place of what the row has not.
-__device__ __forceinline__ void ReadQuads(const float* lse, int first, int end, float4 (&x)[kRuns]) {
+// A lane's quads from page `first` on, as far as they are before `end`; and -inf in place of what
+// the row has not.
+__device__ __forceinline__ void ReadQuads(const float* lse, int first, int end,
+                                          float4 (&x)[kRuns]) {
 #pragma unroll
   for (int i = 0; i < kRuns; ++i) {
     const int page = first + i * kRun;
@@ -66,8 +69,8 @@ __device__ __forceinline__ State MergeLanes(const State& mine) {
   return {max, WarpSum(mine.sum * ptx::Exp2((mine.max - shift) * kLog2e))};
 }
 
-// The state of a piece with NaNs among its values, which are left out and counted. Takes no row: one that stood in memory
-// would be read from there everywhere.
+// The state of a piece with NaNs among its values, which are left out and counted. Takes no row:
+// one that stood in memory would be read from there everywhere.
 __device__ __noinline__ State StateWithoutNaNs(int num_pages, const float* lse, int begin, int end,
                                                uint64_t* num_faults) {
   State state = {NegativeInfinity(), 0};
@@ -85,7 +88,8 @@ __device__ __noinline__ State StateWithoutNaNs(int num_pages, const float* lse, 
     state = Add(state, x);
   }
   if (num != 0 && num_faults != nullptr)
-    atomicAdd(reinterpret_cast<unsigned long long*>(num_faults), static_cast<unsigned long long>(num));
+    atomicAdd(reinterpret_cast<unsigned long long*>(num_faults),
+              static_cast<unsigned long long>(num));
   return MergeLanes(state);
 }
 
@@ -96,11 +100,11 @@ __device__ __forceinline__ float BestOf(const float4& x, uint32_t allowed, float
   return (allowed & 8) != 0 ? fmaxf(best, x.w) : best;
 }
 
-// A warp's state of a head's values in a piece, of which `x` has each lane's first quads if they were `read` before.
-// Keep(first, x) is told all of them, from page `first` on.
+// A warp's state of a head's values in a piece, of which `x` has each lane's first quads if they
+// were `read` before. Keep(first, x) is told all of them, from page `first` on.
 template <class Keep>
-__device__ __forceinline__ State ScanPiece(const Row& row, const float* lse, int piece, bool read, float4 (&x)[kRuns],
-                                           uint64_t* num_faults, Keep keep) {
+__device__ __forceinline__ State ScanPiece(const Row& row, const float* lse, int piece, bool read,
+                                           float4 (&x)[kRuns], uint64_t* num_faults, Keep keep) {
   const int begin = piece << row.piece_shift, end = begin + (1 << row.piece_shift);
   State mine = {NegativeInfinity(), 0};
 #pragma unroll 1

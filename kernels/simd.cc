@@ -103,7 +103,9 @@ void UseTarget(int idx) {
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 int NumLanes() { return HWY_DYNAMIC_DISPATCH(NumLanesImpl)(); }
-const char* TargetName() { return UsesBf16() ? "AVX3_BF16" : HWY_DYNAMIC_DISPATCH(TargetNameImpl)(); }
+const char* TargetName() {
+  return UsesBf16() ? "AVX3_BF16" : HWY_DYNAMIC_DISPATCH(TargetNameImpl)();
+}
 
 void PrepareQuery(const uint16_t* query, int group, int head_dim, KvDtype dtype,
                   float softmax_scale, LaneQuery* out) {

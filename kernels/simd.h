@@ -47,8 +47,8 @@ struct LaneQuery {
   int head_dim;
   // [D][G], times 16^-(d % 4): codes are read where they stand in their word, the weight undoes it.
   alignas(64) float weighted[kMaxHeadDim * kMaxGroup];
-  // Where the dtype is bf16: two components as bf16 a word, [D / 8][4][G]. Pair n of word w holds dims 8w + n
-  // (low half) and 8w + n + 4.
+  // Where the dtype is bf16: two components as bf16 a word, [D / 8][4][G]. Pair n of word w holds
+  // dims 8w + n (low half) and 8w + n + 4.
   bool has_pairs;
   alignas(64) uint32_t pairs[kMaxHeadDim / 2 * kMaxGroup];
   float sum[kMaxGroup];         // sum of the scaled query's components

@@ -12,7 +12,8 @@ constexpr int kThreads = 128;
 // -------------------------------------------------------------------------------------------------
 
 // One CTA.
-__global__ void __launch_bounds__(kThreads) BeginStepKernel(const __grid_constant__ BeginStepArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    BeginStepKernel(const __grid_constant__ BeginStepArgs args) {
   WaitForPredecessor();
   for (int d = static_cast<int>(threadIdx.x); d < args.num_arenas; d += kThreads) {
     uint32_t lost = 1;

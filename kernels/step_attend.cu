@@ -1,7 +1,8 @@
-// LaunchFetchAndAttend: the cluster that attends a (row, KV head) first finds its pages in the page cache. Every CTA finds all
-// of them for itself (resolve_row.cuh); a warp fetches those of its own units that are missed, and attends. So a hit waits for
-// two reads one after the other, and nobody for a launch or a list. The maps are written by the warps that have the units,
-// once all CTAs of the cluster have read them.
+// LaunchFetchAndAttend: the cluster that attends a (row, KV head) first finds its pages in the page
+// cache. Every CTA finds all of them for itself (resolve_row.cuh); a warp fetches those of its own
+// units that are missed, and attends. So a hit waits for two reads one after the other, and nobody
+// for a launch or a list. The maps are written by the warps that have the units, once all CTAs of
+// the cluster have read them.
 #include "kernels/attend_row.cuh"
 #include "kernels/resolve_row.cuh"
 #include "kernels/step_append.cuh"
@@ -21,7 +22,9 @@ struct FetchAndAttendArgs {
 class CachedUnits {
  public:
   using Args = FetchAndAttendArgs;
-  static __host__ __device__ __forceinline__ const AttendArgs& Common(const Args& args) { return args.attend; }
+  static __host__ __device__ __forceinline__ const AttendArgs& Common(const Args& args) {
+    return args.attend;
+  }
   // Finding needs some memory for a while only: the warps' areas, if they are large enough.
   static int SharedBytes(const Args& args, int area_bytes) {
     const ResolveBatch& resolve = args.fetch.resolve;
@@ -30,7 +33,8 @@ class CachedUnits {
   }
 
   // Asks for what is older than select: all but the pages.
-  __device__ __forceinline__ CachedUnits(const Args& args, int64_t row, int rank, const attend::UnitMemory& memory)
+  __device__ __forceinline__ CachedUnits(const Args& args, int64_t row, int rank,
+                                         const attend::UnitMemory& memory)
       : args_(args.fetch),
         row_(static_cast<int>(row)),
         rank_(rank),
@@ -43,7 +47,8 @@ class CachedUnits {
         maps_(args_.resolve.rows[row_]),
         step_(*args_.resolve.step),
         steps_(resolve_row::ReadSteps(maps_)) {
-    for (int w = static_cast<int>(threadIdx.x); w < kMaxListed / 32; w += attend::kThreads) shared_->has_failed[w] = 0;
+    for (int w = static_cast<int>(threadIdx.x); w < kMaxListed / 32; w += attend::kThreads)
+      shared_->has_failed[w] = 0;
     PrefetchArenas(args_);
     PrefetchMaps(rank * attend::kThreads + static_cast<int>(threadIdx.x));
   }
@@ -52,16 +57,20 @@ class CachedUnits {
   __device__ __forceinline__ void Begin(int slot, int num) {
     const int32_t* pages = args_.resolve.pages + int64_t{row_} * max_pages();
     const auto i0 = static_cast<int>(threadIdx.x);
-    const int first_page = i0 < max_pages() ? pages[i0] : 0;  // asked for before their number is known
+    const int first_page =
+        i0 < max_pages() ? pages[i0] : 0;  // asked for before their number is known
     num_pages_ = sequence_.num_tokens < 0 ? 0 : args_.resolve.num_pages[row_];
     if (i0 == 0) {
       shared_->sequence = sequence_;
       shared_->maps = maps_;
     }
-    const int num_shards = args_.shape.num_kv_heads / args_.shape.shard_heads, shard = head() / args_.shape.shard_heads;
-    const auto read_place = [&](int i, int page) { places_[i] = sequence_.places[int64_t{page} * num_shards + shard]; };
-    const int num_misses = resolve_row::FindSlots(maps_, step_, steps_, pages, num_pages_, first_page, read_place, found_,
-                                                  scratch_);
+    const int num_shards = args_.shape.num_kv_heads / args_.shape.shard_heads,
+              shard = head() / args_.shape.shard_heads;
+    const auto read_place = [&](int i, int page) {
+      places_[i] = sequence_.places[int64_t{page} * num_shards + shard];
+    };
+    const int num_misses = resolve_row::FindSlots(maps_, step_, steps_, pages, num_pages_,
+                                                  first_page, read_place, found_, scratch_);
     ptx::ClusterWait();
     ptx::ClusterArriveRelease();  // the maps have been read
     if (rank_ == 0 && i0 == 0 && sequence_.num_tokens >= 0) {
@@ -74,23 +83,28 @@ class CachedUnits {
   }
 
   __device__ __forceinline__ void Append(int count, int slot, int num) const {
-    if (attend::HasLast(count, slot, num)) token_.Store(args_.shape, args_.layer, shared_->sequence, head());
+    if (attend::HasLast(count, slot, num))
+      token_.Store(args_.shape, args_.layer, shared_->sequence, head());
   }
 
   __device__ __forceinline__ int Count() const {
     const StepRow& sequence = shared_->sequence;
     const Tail tail = TailOf(sequence.num_tokens, args_.shape.page_tokens);
-    return sequence.num_tokens < 0 ? 0 : sequence.num_sinks + num_pages_ + tail.page - sequence.first_ring_page + 1;
+    return sequence.num_tokens < 0
+               ? 0
+               : sequence.num_sinks + num_pages_ + tail.page - sequence.first_ring_page + 1;
   }
 
   __device__ __forceinline__ UnitRef At(int u, bool /*is_first*/) const {
     const StepRow& sequence = shared_->sequence;
     const StepShape& shape = args_.shape;
     const int i = u - sequence.num_sinks;
-    if (i < 0) return {sequence.sinks + UnitOffset(shape, u, args_.layer, head()), shape.page_tokens};
+    if (i < 0)
+      return {sequence.sinks + UnitOffset(shape, u, args_.layer, head()), shape.page_tokens};
     if (i < num_pages_) {
       const int slot = found_.slots[i];
-      return {CacheUnit(args_, sequence, head(), max(slot, 0)), slot < 0 || HasFailed(i) ? 0 : shape.page_tokens};
+      return {CacheUnit(args_, sequence, head(), max(slot, 0)),
+              slot < 0 || HasFailed(i) ? 0 : shape.page_tokens};
     }
     const Tail tail = TailOf(sequence.num_tokens, shape.page_tokens);
     const int page = sequence.first_ring_page + i - num_pages_;
@@ -117,7 +131,8 @@ class CachedUnits {
       if (HasFailed(i)) FailUnit(args_, shared_->sequence, row_, i, page, at);
     }
     if (rank_ != 0) return;
-    for (int i = num_pages_ + static_cast<int>(threadIdx.x); i < max_pages(); i += attend::kThreads) slots[i] = -1;
+    for (int i = num_pages_ + static_cast<int>(threadIdx.x); i < max_pages(); i += attend::kThreads)
+      slots[i] = -1;
   }
 
  private:
@@ -129,22 +144,30 @@ class CachedUnits {
   static_assert(sizeof(Shared) % 8 == 0 && alignof(PagePlace) <= 8);
   // Behind it places, PagePlace [K], and what is found; then, perhaps, what finding needs.
   static __host__ __device__ __forceinline__ int ListsAt(int max_pages) {
-    return (static_cast<int>(sizeof(Shared) + sizeof(PagePlace) * static_cast<size_t>(max_pages)) + 15) / 16 * 16;
+    return (static_cast<int>(sizeof(Shared) + sizeof(PagePlace) * static_cast<size_t>(max_pages)) +
+            15) /
+           16 * 16;
   }
   static __host__ __device__ __forceinline__ int OwnBytes(int max_pages) {
     return ListsAt(max_pages) + (resolve_row::ListBytes(max_pages) + 15) / 16 * 16;
   }
   __device__ __forceinline__ unsigned char* ScratchOf(const attend::UnitMemory& memory) const {
-    const bool fits = resolve_row::ScratchBytes(max_pages(), args_.resolve.max_slots) <= memory.area_bytes;
+    const bool fits =
+        resolve_row::ScratchBytes(max_pages(), args_.resolve.max_slots) <= memory.area_bytes;
     return fits ? memory.areas : memory.own + OwnBytes(max_pages());
   }
 
-  // What is looked up by page: no scan between two steps leaves it in the L2. `thread`: of the cluster.
+  // What is looked up by page: no scan between two steps leaves it in the L2. `thread`: of the
+  // cluster.
   __device__ __forceinline__ void PrefetchMaps(int thread) const {
     constexpr int kLine = 128;
-    const auto prefetch = [](const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); };
-    constexpr int kSlotsOfLine = kLine / static_cast<int>(sizeof(int32_t)), kPlacesOfLine = kLine / static_cast<int>(sizeof(PagePlace));
-    if (thread * kSlotsOfLine < sequence_.num_pages) prefetch(maps_.page_slot + thread * kSlotsOfLine);
+    const auto prefetch = [](const void* at) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    };
+    constexpr int kSlotsOfLine = kLine / static_cast<int>(sizeof(int32_t)),
+                  kPlacesOfLine = kLine / static_cast<int>(sizeof(PagePlace));
+    if (thread * kSlotsOfLine < sequence_.num_pages)
+      prefetch(maps_.page_slot + thread * kSlotsOfLine);
     const int num_shards = args_.shape.num_kv_heads / args_.shape.shard_heads;
     const int place = (head() * attend::kThreads * attend::kParts + thread) * kPlacesOfLine;
     if (place < sequence_.num_pages * num_shards) prefetch(sequence_.places + place);
@@ -153,8 +176,12 @@ class CachedUnits {
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ __forceinline__ int head() const { return row_ % args_.shape.num_kv_heads; }
   __device__ __forceinline__ int max_pages() const { return args_.resolve.max_pages; }
-  __device__ __forceinline__ bool IsMiss(int i) const { return (found_.is_miss[i / 32] >> (i % 32) & 1) != 0; }
-  __device__ __forceinline__ bool HasFailed(int i) const { return (shared_->has_failed[i / 32] >> (i % 32) & 1) != 0; }
+  __device__ __forceinline__ bool IsMiss(int i) const {
+    return (found_.is_miss[i / 32] >> (i % 32) & 1) != 0;
+  }
+  __device__ __forceinline__ bool HasFailed(int i) const {
+    return (shared_->has_failed[i / 32] >> (i % 32) & 1) != 0;
+  }
   // The position among the pages of unit k of those that a warp has; below 0: a sink.
   __device__ __forceinline__ int OwnPage(int k, int slot, int num) const {
     return slot + k % num + k / num * attend::kSlots - shared_->sequence.num_sinks;
@@ -175,7 +202,8 @@ class CachedUnits {
     __syncwarp();  // the warp's other lanes read what this one has written
   }
 
-  // A unit into its slot, by pieces that a warp holds. Whether all of it was what its generation names.
+  // A unit into its slot, by pieces that a warp holds. Whether all of it was what its generation
+  // names.
   __device__ bool Copy(const Source& source, int i) const {
     using Team = UnitTeam<1, 16>;
     constexpr size_t kPiece = Team::kThreads * 16 * sizeof(uint4);
@@ -204,7 +232,8 @@ class CachedUnits {
   int num_pages_ = 0;
 };
 
-// The same by lists in global memory: for K of thousands at head dim 256, which shared memory has no room for.
+// The same by lists in global memory: for K of thousands at head dim 256, which shared memory has
+// no room for.
 cudaError_t LaunchListed(const FetchArgs& fetch, AttendArgs attend, cudaStream_t stream) {
   attend.max_units = fetch.max_units;
   attend.units = fetch.units;
@@ -216,7 +245,8 @@ cudaError_t LaunchListed(const FetchArgs& fetch, AttendArgs attend, cudaStream_t
 
 }  // namespace
 
-cudaError_t LaunchFetchAndAttend(const FetchArgs& fetch, const AttendArgs& attend, cudaStream_t stream) {
+cudaError_t LaunchFetchAndAttend(const FetchArgs& fetch, const AttendArgs& attend,
+                                 cudaStream_t stream) {
   const StepShape& shape = fetch.shape;
   if (!IsValid(fetch) || !fetch.fetch || attend.num_sequences != shape.num_rows ||
       attend.num_kv_heads != shape.num_kv_heads || attend.head_dim != shape.head_dim ||

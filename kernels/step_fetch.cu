@@ -1,5 +1,6 @@
-// LaunchFetchPages: teams of warps share the misses of all rows, spread over the SMs first; meanwhile the last warps of
-// the first CTAs list the units of the rows, and the last CTAs append their tokens.
+// LaunchFetchPages: teams of warps share the misses of all rows, spread over the SMs first;
+// meanwhile the last warps of the first CTAs list the units of the rows, and the last CTAs append
+// their tokens.
 #include <algorithm>
 
 #include "kernels/launch.cuh"
@@ -15,7 +16,7 @@ constexpr int kThreads = 256;
 constexpr int kListThreads = 128;  // the last of a CTA
 constexpr int kListBarrier = 15;   // named; teams have 1 to 8
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-constexpr int kMaxRows = 2048;    // (sequence, KV head) pairs
+constexpr int kMaxRows = 2048;  // (sequence, KV head) pairs
 // One an SM, which are placed in .3 us; they have 8 units of up to 8 KiB each on their way.
 constexpr int kFetchCtas = 132;
 
@@ -32,8 +33,8 @@ __device__ __forceinline__ void ListBarrier() {
   asm volatile("barrier.cta.sync %0, %1;" ::"n"(kListBarrier), "n"(kListThreads) : "memory");
 }
 
-// Everything of row `r` but its misses, whose entries are written by those who fetch them. Called by the threads that
-// list; `rank`: of this one.
+// Everything of row `r` but its misses, whose entries are written by those who fetch them. Called
+// by the threads that list; `rank`: of this one.
 __device__ void ListRow(const FetchArgs& args, int r, int rank, Shared* shared) {
   const StepShape& shape = args.shape;
   const ResolveBatch& resolve = args.resolve;
@@ -46,8 +47,7 @@ __device__ void ListRow(const FetchArgs& args, int r, int rank, Shared* shared) 
   }
   const int num_pages = resolve.num_pages[r], num_misses = resolve.num_misses[r];
   const int64_t at = int64_t{r} * resolve.max_pages;
-  for (int w = rank; w < (num_pages + 31) / 32; w += kListThreads)
-    shared->is_miss[w] = 0;
+  for (int w = rank; w < (num_pages + 31) / 32; w += kListThreads) shared->is_miss[w] = 0;
   ListBarrier();
   for (int m = rank; m < num_misses; m += kListThreads) {
     const int i = resolve.miss_idx[at + m];
@@ -99,7 +99,8 @@ __device__ int NumberMisses(const FetchArgs& args, Shared* shared) {
     const int r = first + static_cast<int>(threadIdx.x);
     // Two loads at once: what resolve left for padding is not looked at, but can be read.
     const int num = r < num_rows ? args.resolve.num_misses[r] : 0;
-    const int mine = r < num_rows && args.rows[r / args.shape.num_kv_heads].num_tokens >= 0 ? num : 0;
+    const int mine =
+        r < num_rows && args.rows[r / args.shape.num_kv_heads].num_tokens >= 0 ? num : 0;
     int sum = mine;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -150,7 +151,8 @@ __global__ void __launch_bounds__(kThreads)
     FetchPagesKernel(const __grid_constant__ FetchArgs args) {
   __shared__ Shared shared;
   const int num_rows = args.resolve.num_rows, grid = static_cast<int>(gridDim.x);
-  // The first CTAs list, the last append: neither waits for what the other reads. k and v are older than resolve.
+  // The first CTAs list, the last append: neither waits for what the other reads. k and v are older
+  // than resolve.
   const int first_token = grid - 1 - static_cast<int>(blockIdx.x);
   const int rank = first_token < num_rows ? static_cast<int>(threadIdx.x) : kThreads;
   TokenWord token(args.shape, first_token, args.k, args.v, rank);
@@ -160,7 +162,8 @@ __global__ void __launch_bounds__(kThreads)
   LetSuccessorStart();
   for (int r = first_token; r < num_rows; r += grid) {
     if (r != first_token) token = TokenWord(args.shape, r, args.k, args.v, rank);
-    token.Store(args.shape, args.layer, args.rows[r / args.shape.num_kv_heads], r % args.shape.num_kv_heads);
+    token.Store(args.shape, args.layer, args.rows[r / args.shape.num_kv_heads],
+                r % args.shape.num_kv_heads);
   }
   if (threadIdx.x >= kThreads - kListThreads) {
     for (int r = static_cast<int>(blockIdx.x); r < num_rows; r += grid) {
@@ -190,7 +193,8 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t LaunchFetchPages(const FetchArgs& args, cudaStream_t stream) {
   static_assert(kThreads >= 2 * 256 / 8, "a thread has at most one word of a token");
   const ResolveBatch& resolve = args.resolve;
-  if (!IsValid(args) || resolve.num_rows > kMaxRows || args.max_units < resolve.max_pages) return cudaErrorInvalidValue;
+  if (!IsValid(args) || resolve.num_rows > kMaxRows || args.max_units < resolve.max_pages)
+    return cudaErrorInvalidValue;
   return WithTeamFor(UnitBytes(args.shape), [&]<class Team>() -> cudaError_t {
     if (resolve.num_rows == 0) return cudaSuccess;
     return LaunchOverlapped(FetchPagesKernel<Team>, kFetchCtas, kThreads, 0, 0, stream, args);

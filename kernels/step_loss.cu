@@ -1,5 +1,6 @@
-// What a step does about units that are damaged or did not come: LaunchVerifyFetched, a warp a unit; LaunchMaskFailed; and
-// LaunchStepMass, one CTA a (sequence, query head) with the bitset of what was attended in shared memory.
+// What a step does about units that are damaged or did not come: LaunchVerifyFetched, a warp a
+// unit; LaunchMaskFailed; and LaunchStepMass, one CTA a (sequence, query head) with the bitset of
+// what was attended in shared memory.
 //
 // Repeatability: every sum is of fixed order, so equal inputs give equal bits.
 #include <cmath>
@@ -16,14 +17,20 @@ constexpr int kThreads = 256;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr size_t kDefaultSharedBytes = 48 * 1024;
 
-__device__ __forceinline__ void Set(uint32_t* bits, int page) { atomicOr(&bits[page / 32], 1u << (page % 32)); }
-__device__ __forceinline__ bool Has(const uint32_t* bits, int page) { return (bits[page / 32] >> (page % 32) & 1) != 0; }
+__device__ __forceinline__ void Set(uint32_t* bits, int page) {
+  atomicOr(&bits[page / 32], 1u << (page % 32));
+}
+__device__ __forceinline__ bool Has(const uint32_t* bits, int page) {
+  return (bits[page / 32] >> (page % 32) & 1) != 0;
+}
 
 // One CTA a (sequence, KV head).
-__global__ void __launch_bounds__(kThreads) VerifyFetchedKernel(const __grid_constant__ VerifyArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    VerifyFetchedKernel(const __grid_constant__ VerifyArgs args) {
   WaitForPredecessor();
   const FetchArgs& fetch = args.fetch;
-  const int r = static_cast<int>(blockIdx.x), n = r / fetch.shape.num_kv_heads, head = r % fetch.shape.num_kv_heads;
+  const int r = static_cast<int>(blockIdx.x), n = r / fetch.shape.num_kv_heads,
+            head = r % fetch.shape.num_kv_heads;
   const StepRow sequence = fetch.rows[n];
   const int64_t at = int64_t{r} * fetch.resolve.max_pages;
   const int num_misses = sequence.num_tokens < 0 ? 0 : fetch.resolve.num_misses[r];
@@ -39,7 +46,9 @@ __global__ void __launch_bounds__(kThreads) VerifyFetchedKernel(const __grid_con
       sum += Mix64(words[w] + static_cast<uint64_t>(w + 1) * kGolden64);
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
     if (threadIdx.x % 32 != 0) continue;
-    const uint8_t* coarse = args.coarse[n] + static_cast<size_t>(head * args.page_capacity[n] + page) * args.coarse_bytes;
+    const uint8_t* coarse =
+        args.coarse[n] +
+        static_cast<size_t>(head * args.page_capacity[n] + page) * args.coarse_bytes;
     if (sum == *reinterpret_cast<const uint64_t*>(coarse + args.checksum_at)) continue;
     unit.num_tokens = 0;
     atomicAdd(&fetch.figures[n].damaged, 1u);
@@ -49,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) VerifyFetchedKernel(const __grid_con
 }
 
 // One CTA a (sequence, KV head).
-__global__ void __launch_bounds__(kThreads) MaskFailedKernel(const __grid_constant__ MaskFailedArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    MaskFailedKernel(const __grid_constant__ MaskFailedArgs args) {
   const int r = static_cast<int>(blockIdx.x);
   const StepRow& row = args.rows[r / args.num_kv_heads];
   if (row.num_tokens < 0) return;
@@ -102,7 +112,8 @@ __device__ __forceinline__ SoftmaxState Merged(SoftmaxState a, SoftmaxState b) {
 __device__ float LseOfAll(SoftmaxState state, SoftmaxState* of_warps) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
-    state = Merged(state, {__shfl_xor_sync(kAllLanes, state.max, step), __shfl_xor_sync(kAllLanes, state.sum, step)});
+    state = Merged(state, {__shfl_xor_sync(kAllLanes, state.max, step),
+                           __shfl_xor_sync(kAllLanes, state.sum, step)});
   }
   __syncthreads();
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = state;
@@ -150,34 +161,38 @@ __global__ void __launch_bounds__(kThreads) StepMassKernel(const __grid_constant
 
 cudaError_t LaunchVerifyFetched(const VerifyArgs& args, cudaStream_t stream) {
   const FetchArgs& fetch = args.fetch;
-  if (!fetch.fetch || fetch.shape.num_kv_heads < 1 || fetch.resolve.num_rows < 0 || args.coarse_bytes % 8 != 0 ||
-      args.checksum_at % 8 != 0)
+  if (!fetch.fetch || fetch.shape.num_kv_heads < 1 || fetch.resolve.num_rows < 0 ||
+      args.coarse_bytes % 8 != 0 || args.checksum_at % 8 != 0)
     return cudaErrorInvalidValue;
   if (fetch.resolve.num_rows == 0) return cudaSuccess;
-  return LaunchOverlapped(VerifyFetchedKernel, static_cast<unsigned>(fetch.resolve.num_rows), kThreads, 0, 0, stream, args);
+  return LaunchOverlapped(VerifyFetchedKernel, static_cast<unsigned>(fetch.resolve.num_rows),
+                          kThreads, 0, 0, stream, args);
 }
 
 cudaError_t LaunchMaskFailed(const MaskFailedArgs& args, cudaStream_t stream) {
-  if (args.num_rows < 0 || args.num_kv_heads < 1 || args.max_pages < 0) return cudaErrorInvalidValue;
+  if (args.num_rows < 0 || args.num_kv_heads < 1 || args.max_pages < 0)
+    return cudaErrorInvalidValue;
   if (args.num_rows == 0) return cudaSuccess;
-  MaskFailedKernel<<<static_cast<unsigned>(args.num_rows * args.num_kv_heads), kThreads, 0, stream>>>(args);
+  MaskFailedKernel<<<static_cast<unsigned>(args.num_rows * args.num_kv_heads), kThreads, 0,
+                     stream>>>(args);
   return cudaGetLastError();
 }
 
 cudaError_t LaunchStepMass(const MassBatch& args, cudaStream_t stream) {
   const StepShape& shape = args.shape;
   constexpr int kMaxGrid = 65535;
-  if (shape.num_rows < 0 || shape.num_rows > kMaxGrid || shape.num_kv_heads < 1 || shape.group < 1 ||
-      args.max_pages < 0 || args.lse_stride < 1 || args.lse_stride > kMaxPages)
+  if (shape.num_rows < 0 || shape.num_rows > kMaxGrid || shape.num_kv_heads < 1 ||
+      shape.group < 1 || args.max_pages < 0 || args.lse_stride < 1 || args.lse_stride > kMaxPages)
     return cudaErrorInvalidValue;
   if (shape.num_rows == 0) return cudaSuccess;
   const size_t bytes = (static_cast<size_t>(args.lse_stride) + 31) / 32 * 4;
   if (bytes > kDefaultSharedBytes) {
-    const cudaError_t allowed = cudaFuncSetAttribute(StepMassKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                     static_cast<int>(bytes));
+    const cudaError_t allowed = cudaFuncSetAttribute(
+        StepMassKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (allowed != cudaSuccess) return allowed;
   }
-  const dim3 grid(static_cast<unsigned>(shape.num_kv_heads * shape.group), static_cast<unsigned>(shape.num_rows));
+  const dim3 grid(static_cast<unsigned>(shape.num_kv_heads * shape.group),
+                  static_cast<unsigned>(shape.num_rows));
   return LaunchOverlapped(StepMassKernel, grid, kThreads, bytes, 0, stream, args);
 }
 

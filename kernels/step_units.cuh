@@ -1,4 +1,5 @@
-// Where the units of a step's lists are: in a row's page cache, ring and sinks, and in the daemons' arenas.
+// Where the units of a step's lists are: in a row's page cache, ring and sinks, and in the daemons'
+// arenas.
 //
 // Device code only, but IsValid. Internal to kernels/step_*.cu.
 
@@ -14,13 +15,17 @@ __host__ __device__ __forceinline__ size_t UnitBytes(const StepShape& shape) {
 }
 
 // Of a unit in memory laid out [place][L][heads].
-__device__ __forceinline__ size_t UnitOffset(const StepShape& shape, int64_t place, int layer, int head) {
-  return static_cast<size_t>((place * shape.num_layers + layer) * shape.num_kv_heads + head) * UnitBytes(shape);
+__device__ __forceinline__ size_t UnitOffset(const StepShape& shape, int64_t place, int layer,
+                                             int head) {
+  return static_cast<size_t>((place * shape.num_layers + layer) * shape.num_kv_heads + head) *
+         UnitBytes(shape);
 }
 
-__device__ __forceinline__ uint8_t* CacheUnit(const FetchArgs& args, const StepRow& row, int head, int slot) {
+__device__ __forceinline__ uint8_t* CacheUnit(const FetchArgs& args, const StepRow& row, int head,
+                                              int slot) {
   const StepShape& shape = args.shape;
-  const int64_t place = (int64_t{args.layer} * shape.num_kv_heads + head) * shape.cache_slots + slot;
+  const int64_t place =
+      (int64_t{args.layer} * shape.num_kv_heads + head) * shape.cache_slots + slot;
   return row.cache + static_cast<size_t>(place) * UnitBytes(shape);
 }
 
@@ -38,16 +43,20 @@ __device__ inline Source SourceOf(const FetchArgs& args, const PagePlace& place,
   if (lost != 0 || arena.headers == nullptr || place.slot >= arena.num_slots) return {};
   const size_t bytes = UnitBytes(shape);
   const auto unit = static_cast<size_t>(args.layer * shape.shard_heads + head % shape.shard_heads);
-  const size_t slot_bytes = static_cast<size_t>(shape.num_layers) * static_cast<size_t>(shape.shard_heads) * bytes;
-  return {arena.slabs[place.slot / arena.slots_per_slab] + (place.slot % arena.slots_per_slab) * slot_bytes + unit * bytes,
+  const size_t slot_bytes =
+      static_cast<size_t>(shape.num_layers) * static_cast<size_t>(shape.shard_heads) * bytes;
+  return {arena.slabs[place.slot / arena.slots_per_slab] +
+              (place.slot % arena.slots_per_slab) * slot_bytes + unit * bytes,
           arena.headers + place.slot, place.generation};
 }
 
-// The daemons' tables are small, of some lines each, and every miss reads them: brought near while select still runs.
+// The daemons' tables are small, of some lines each, and every miss reads them: brought near while
+// select still runs.
 __device__ inline void PrefetchArenas(const FetchArgs& args) {
   constexpr int kLine = 128;
   const auto prefetch = [](const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); };
-  for (int a = static_cast<int>(threadIdx.x); a < args.shape.num_arenas; a += static_cast<int>(blockDim.x)) {
+  for (int a = static_cast<int>(threadIdx.x); a < args.shape.num_arenas;
+       a += static_cast<int>(blockDim.x)) {
     if (a * static_cast<int>(sizeof(uint32_t)) % kLine == 0) prefetch(args.arena_lost + a);
     const PeerArena& arena = args.arenas[a];
     if (arena.headers != nullptr) prefetch(arena.slabs);
@@ -60,11 +69,13 @@ constexpr int kMaxListed = 4096;  // pages of one row's list
 inline bool IsValid(const FetchArgs& args) {
   const StepShape& shape = args.shape;
   const ResolveBatch& resolve = args.resolve;
-  return shape.head_dim <= 256 && (shape.page_tokens == 16 || shape.page_tokens == 32) && shape.num_rows >= 0 && shape.num_kv_heads >= 1 && shape.shard_heads >= 1 &&
+  return shape.head_dim <= 256 && (shape.page_tokens == 16 || shape.page_tokens == 32) &&
+         shape.num_rows >= 0 && shape.num_kv_heads >= 1 && shape.shard_heads >= 1 &&
          shape.num_kv_heads % shape.shard_heads == 0 && shape.num_layers >= 1 && args.layer >= 0 &&
          args.layer < shape.num_layers && args.k != nullptr && args.v != nullptr &&
          resolve.num_rows == shape.num_rows * shape.num_kv_heads && resolve.max_pages >= 0 &&
-         resolve.max_pages <= kMaxListed && resolve.max_slots >= 0 && resolve.max_slots <= kMaxCacheSlots;
+         resolve.max_pages <= kMaxListed && resolve.max_slots >= 0 &&
+         resolve.max_slots <= kMaxCacheSlots;
 }
 
 }  // namespace kvd

@@ -12,15 +12,17 @@ namespace {
 constexpr int kThreads = 256;
 // 16-byte vectors of one slot that a thread has in flight.
 constexpr int kVectors = 2;
-// A CTA copies the same piece of several slots in turn. They are mostly neighbouring pages, so what it writes to one
-// layer and head is one run of the mirror, and where its vectors go is computed once.
+// A CTA copies the same piece of several slots in turn. They are mostly neighbouring pages, so what
+// it writes to one layer and head is one run of the mirror, and where its vectors go is computed
+// once.
 constexpr int kSlotsPerCta = 8;
 // Launches of fewer slots are spread over more CTAs instead.
 constexpr int64_t kManySlots = 512;
 constexpr int64_t kMostSlots = int64_t{1} << 31;
 constexpr int64_t kFullGrid = 1 << 20;
 
-// Where one vector of a slot's summary goes: `to` for page 0 and head 0 of the worker, a record further for each page.
+// Where one vector of a slot's summary goes: `to` for page 0 and head 0 of the worker, a record
+// further for each page.
 struct Target {
   uint8_t* to;
   uint32_t record_bytes;
@@ -34,7 +36,8 @@ __device__ Target TargetOf(const StoreRecordsArgs& args, uint32_t vector) {
   const uint32_t record_vectors = is_coarse ? coarse : fine;
   const uint32_t unit = in_part / record_vectors;
   const uint32_t heads = static_cast<uint32_t>(args.slot.shard_heads);
-  const uint64_t row = uint64_t{unit / heads} * static_cast<uint32_t>(args.num_heads) + unit % heads;
+  const uint64_t row =
+      uint64_t{unit / heads} * static_cast<uint32_t>(args.num_heads) + unit % heads;
   const uint32_t record_bytes = record_vectors * 16;
   uint8_t* part = is_coarse ? args.coarse : args.fine;
   return {part + row * static_cast<uint64_t>(args.page_capacity) * record_bytes +
@@ -45,30 +48,35 @@ __device__ Target TargetOf(const StoreRecordsArgs& args, uint32_t vector) {
 // The share of one vector in the summary's Checksum64.
 __device__ __forceinline__ uint64_t SumOf(const uint4& words, uint32_t vector) {
   const uint64_t first = (uint64_t{vector} * 4 + 1) * kGolden64;
-  return Mix64(words.x + first) + Mix64(words.y + first + kGolden64) + Mix64(words.z + first + 2 * kGolden64) +
-         Mix64(words.w + first + 3 * kGolden64);
+  return Mix64(words.x + first) + Mix64(words.y + first + kGolden64) +
+         Mix64(words.z + first + 2 * kGolden64) + Mix64(words.w + first + 3 * kGolden64);
 }
 
 __device__ __forceinline__ bool Differ(const uint4& a, const uint4& b) {
   return a.x != b.x || a.y != b.y || a.z != b.z || a.w != b.w;
 }
 
-__global__ void __launch_bounds__(kThreads) ClearKernel(int64_t num_slots, uint64_t* sums, uint8_t* valid) {
+__global__ void __launch_bounds__(kThreads)
+    ClearKernel(int64_t num_slots, uint64_t* sums, uint8_t* valid) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= num_slots) return;
   sums[i] = 0;
   valid[i] = 1;
 }
 
-// Copies (or compares) pieces of slots and adds up their checksums. A slot found to differ loses its `valid`.
+// Copies (or compares) pieces of slots and adds up their checksums. A slot found to differ loses
+// its `valid`.
 template <bool kCompareOnly>
-__global__ void __launch_bounds__(kThreads) StoreKernel(const StoreRecordsArgs args, uint32_t num_vectors,
-                                                        int64_t num_pieces, int slots_per_cta) {
+__global__ void __launch_bounds__(kThreads)
+    StoreKernel(const StoreRecordsArgs args, uint32_t num_vectors, int64_t num_pieces,
+                int slots_per_cta) {
   const int64_t num_groups = (args.num_slots + slots_per_cta - 1) / slots_per_cta;
   for (int64_t task = blockIdx.x; task < num_groups * num_pieces; task += gridDim.x) {
     const int64_t first = task / num_pieces * slots_per_cta;
-    const int64_t end = first + slots_per_cta < args.num_slots ? first + slots_per_cta : args.num_slots;
-    const uint32_t vector = static_cast<uint32_t>(task % num_pieces) * (kThreads * kVectors) + threadIdx.x;
+    const int64_t end =
+        first + slots_per_cta < args.num_slots ? first + slots_per_cta : args.num_slots;
+    const uint32_t vector =
+        static_cast<uint32_t>(task % num_pieces) * (kThreads * kVectors) + threadIdx.x;
     Target targets[kVectors];
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -100,7 +108,8 @@ __global__ void __launch_bounds__(kThreads) StoreKernel(const StoreRecordsArgs a
         const uint32_t v = vector + k * kThreads;
         if (v >= num_vectors) continue;
         sum += SumOf(words[k], v);
-        auto* to = reinterpret_cast<uint4*>(targets[k].to + uint64_t{place} * targets[k].record_bytes);
+        auto* to =
+            reinterpret_cast<uint4*>(targets[k].to + uint64_t{place} * targets[k].record_bytes);
         if constexpr (kCompareOnly) {
           differs |= Differ(words[k], __ldcg(to));
         } else {
@@ -110,7 +119,8 @@ __global__ void __launch_bounds__(kThreads) StoreKernel(const StoreRecordsArgs a
       for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kAllLanes, sum, step);
       if (kCompareOnly) differs = __any_sync(ptx::kAllLanes, differs) != 0;
       if (threadIdx.x % 32 != 0) continue;
-      atomicAdd(reinterpret_cast<unsigned long long*>(args.sums + i), static_cast<unsigned long long>(sum));
+      atomicAdd(reinterpret_cast<unsigned long long*>(args.sums + i),
+                static_cast<unsigned long long>(sum));
       if (kCompareOnly && differs) args.valid[i] = 0;
     }
   }
@@ -143,7 +153,8 @@ cudaError_t LaunchStoreRecords(const StoreRecordsArgs& args, cudaStream_t stream
   const auto small_grid = static_cast<unsigned>((args.num_slots + kThreads - 1) / kThreads);
   ClearKernel<<<small_grid, kThreads, 0, stream>>>(args.num_slots, args.sums, args.valid);
   const int slots_per_cta = args.num_slots >= kManySlots ? kSlotsPerCta : 1;
-  const int64_t num_pieces = static_cast<int64_t>((num_vectors + kThreads * kVectors - 1) / (kThreads * kVectors));
+  const int64_t num_pieces =
+      static_cast<int64_t>((num_vectors + kThreads * kVectors - 1) / (kThreads * kVectors));
   const int64_t tasks = (args.num_slots + slots_per_cta - 1) / slots_per_cta * num_pieces;
   const auto grid = static_cast<unsigned>(tasks < kFullGrid ? tasks : kFullGrid);
   const auto vectors = static_cast<uint32_t>(num_vectors);

@@ -261,7 +261,8 @@ cudaError_t LaunchSummarize(const SummarizeUnitsArgs& args, cudaStream_t stream)
                      (args.metrics != nullptr) == (args.encoder == Encoder::kE1S);
   if (!valid) return cudaErrorInvalidValue;
   if (args.num_units == 0) return cudaSuccess;
-  if (!summarize::IsHeadDim(args.head_dim) || (args.page_tokens != 16 && args.page_tokens != 32)) return cudaErrorInvalidValue;
+  if (!summarize::IsHeadDim(args.head_dim) || (args.page_tokens != 16 && args.page_tokens != 32))
+    return cudaErrorInvalidValue;
   if (!IsBuilt(args.head_dim, args.page_tokens, args.rank)) return cudaErrorNotSupported;
   switch (args.head_dim) {
     case 64:

@@ -1,8 +1,9 @@
-// One unit copied by a team of warps: all of it on its way at once, held in registers until its generation is known.
+// One unit copied by a team of warps: all of it on its way at once, held in registers until its
+// generation is known.
 //
-// Why teams of warps and not a CTA a unit: a launch places about 430 CTAs a microsecond, and each warp pays for the
-// fence of the guard. Why one header: gather and the step's fetch must use the very same guard (guard.cuh).
-// Device code only. Internal to kernels/.
+// Why teams of warps and not a CTA a unit: a launch places about 430 CTAs a microsecond, and each
+// warp pays for the fence of the guard. Why one header: gather and the step's fetch must use the
+// very same guard (guard.cuh). Device code only. Internal to kernels/.
 
 #ifndef LOCKS_KVD_KERNELS_UNIT_COPY_CUH_
 #define LOCKS_KVD_KERNELS_UNIT_COPY_CUH_
@@ -18,8 +19,8 @@ namespace kvd {
 
 inline constexpr size_t kMaxUnitBytes = 32 * 1024;  // that a team can hold; a multiple of 2048
 
-// kWarps warps with neighbouring numbers, kLoads vectors of 16 bytes a thread. All members are to be called by all
-// threads of the team together.
+// kWarps warps with neighbouring numbers, kLoads vectors of 16 bytes a thread. All members are to
+// be called by all threads of the team together.
 template <int kWarps, int kLoads>
 class UnitTeam {
  public:
@@ -49,8 +50,8 @@ class UnitTeam {
     }
   }
 
-  // Reads the unit; true if what was read is the content that `generation` names. `header`: null for memory that does
-  // not change.
+  // Reads the unit; true if what was read is the content that `generation` names. `header`: null
+  // for memory that does not change.
   __device__ __forceinline__ bool Load(const uint8_t* unit, int num_words, const PageHeader* header,
                                        uint64_t generation) {
     if (header != nullptr && rank() == 0) guard::Prefetch(header);
@@ -60,7 +61,8 @@ class UnitTeam {
       const int at = k * kThreads + rank();
       words_[k] = at < num_words ? guard::Load(source + at) : uint4{0, 0, 0, 0};
     }
-    // Every thread looks after its own loads: the unit counts if all of them saw the expected generation.
+    // Every thread looks after its own loads: the unit counts if all of them saw the expected
+    // generation.
     return header == nullptr || All(guard::StillSealed(header, generation));
   }
 
@@ -78,11 +80,12 @@ class UnitTeam {
   uint4 words_[kLoads];
 };
 
-// Calls launch.operator()<UnitTeam>() with the smallest team that holds a unit of `unit_bytes`; cudaErrorInvalidValue
-// if none does.
+// Calls launch.operator()<UnitTeam>() with the smallest team that holds a unit of `unit_bytes`;
+// cudaErrorInvalidValue if none does.
 template <class Launch>
 cudaError_t WithTeamFor(size_t unit_bytes, const Launch& launch) {
-  if (unit_bytes == 0 || unit_bytes % 2048 != 0 || unit_bytes > kMaxUnitBytes) return cudaErrorInvalidValue;
+  if (unit_bytes == 0 || unit_bytes % 2048 != 0 || unit_bytes > kMaxUnitBytes)
+    return cudaErrorInvalidValue;
   if (unit_bytes <= 4 * 1024) return launch.template operator()<UnitTeam<1, 8>>();
   if (unit_bytes <= 8 * 1024) return launch.template operator()<UnitTeam<1, 16>>();
   if (unit_bytes <= 16 * 1024) return launch.template operator()<UnitTeam<2, 16>>();

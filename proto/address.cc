@@ -14,9 +14,9 @@ namespace kvd {
 namespace {
 
 absl::Status Malformed(absl::string_view text, absl::string_view why) {
-  return absl::InvalidArgumentError(
-      absl::StrCat("address '", text, "': ", why, ": write host:port or [v6]:port, for example "
-                   "127.0.0.1:7411 or [::1]:7411"));
+  return absl::InvalidArgumentError(absl::StrCat("address '", text, "': ", why,
+                                                 ": write host:port or [v6]:port, for example "
+                                                 "127.0.0.1:7411 or [::1]:7411"));
 }
 
 bool IsHostName(absl::string_view host) {

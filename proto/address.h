@@ -15,7 +15,8 @@ struct Address {
   std::string host;  // without brackets
   uint16_t port = 0;
 
-  // kInvalidArgument says what was expected; an unbracketed IPv6 host is refused with the way to write it.
+  // kInvalidArgument says what was expected; an unbracketed IPv6 host is refused with the way to
+  // write it.
   static absl::StatusOr<Address> Parse(absl::string_view text);
   // With brackets around an IPv6 host.
   std::string ToString() const;

@@ -18,8 +18,8 @@ namespace kvd {
 namespace {
 
 constexpr uint64_t kMaxSlabBytes = uint64_t{1} << 30;
-// Nobody can resize the memory or write through a new mapping, and the seals themselves are final. The
-// daemon's own mapping is made before kFutureWrite, so it stays writable.
+// Nobody can resize the memory or write through a new mapping, and the seals themselves are final.
+// The daemon's own mapping is made before kFutureWrite, so it stays writable.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
 
 size_t PageRounded(size_t bytes) {
@@ -31,12 +31,15 @@ size_t PageRounded(size_t bytes) {
 size_t PartBytes(const ArenaShape& shape, size_t i) {
   return i < shape.num_slabs() ? shape.slab_bytes() : shape.header_bytes();
 }
-size_t DescriptorBytes(const ArenaShape& shape, size_t i) { return PageRounded(PartBytes(shape, i)); }
+size_t DescriptorBytes(const ArenaShape& shape, size_t i) {
+  return PageRounded(PartBytes(shape, i));
+}
 
 // Of an arena that is to be made.
 absl::Status CheckShape(const ArenaShape& shape) {
   if (shape.num_slots > 0 && shape.slots_per_slab > 0) return absl::OkStatus();
-  return absl::InvalidArgumentError("arena memory: the shape has no slots: give the arena more bytes");
+  return absl::InvalidArgumentError(
+      "arena memory: the shape has no slots: give the arena more bytes");
 }
 
 // Of an arena that another process made.
@@ -65,14 +68,14 @@ absl::Status CheckDescriptor(int fd, size_t i, size_t expected_bytes) {
   const int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals) {
     return absl::FailedPreconditionError(absl::StrFormat(
-        "arena descriptor %d: expected seals %#x, got %#x: the daemon must seal its memory", i, kSeals,
-        seals < 0 ? 0 : seals));
+        "arena descriptor %d: expected seals %#x, got %#x: the daemon must seal its memory", i,
+        kSeals, seals < 0 ? 0 : seals));
   }
   struct stat info;
   if (fstat(fd, &info) != 0 || static_cast<uint64_t>(info.st_size) != expected_bytes) {
-    return absl::FailedPreconditionError(
-        absl::StrFormat("arena descriptor %d: expected %d bytes, got %d: the daemon has another shape",
-                        i, expected_bytes, static_cast<int64_t>(info.st_size)));
+    return absl::FailedPreconditionError(absl::StrFormat(
+        "arena descriptor %d: expected %d bytes, got %d: the daemon has another shape", i,
+        expected_bytes, static_cast<int64_t>(info.st_size)));
   }
   return absl::OkStatus();
 }
@@ -83,11 +86,11 @@ ArenaShape CarveArena(const KvGeometry& geometry, uint64_t bytes) {
   ArenaShape shape;
   shape.slot = MakeSlotLayout(geometry);
   const uint64_t in_slab = shape.slot.slot_bytes() + shape.summary_stride();
-  const uint64_t slots =
-      std::min<uint64_t>(bytes / (in_slab + sizeof(PageHeader)), std::numeric_limits<int32_t>::max());
+  const uint64_t slots = std::min<uint64_t>(bytes / (in_slab + sizeof(PageHeader)),
+                                            std::numeric_limits<int32_t>::max());
   if (slots < 2) return shape;
-  // A slot larger than a slab's limit gets a slab of its own. Slabs are made equal, so the last one has
-  // at most num_slabs - 1 slots that are not used.
+  // A slot larger than a slab's limit gets a slab of its own. Slabs are made equal, so the last one
+  // has at most num_slabs - 1 slots that are not used.
   const uint64_t most = std::max<uint64_t>(kMaxSlabBytes / in_slab, 1);
   const uint64_t slabs = (slots + most - 1) / most;
   shape.slots_per_slab = static_cast<uint32_t>(slots / slabs);
@@ -114,8 +117,8 @@ absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MakeShared(const Arena
   return memory;
 }
 
-absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MapShared(const ArenaShape& shape,
-                                                                    std::vector<UniqueFd> descriptors) {
+absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MapShared(
+    const ArenaShape& shape, std::vector<UniqueFd> descriptors) {
   KVD_RETURN_IF_ERROR(CheckOffer(shape, descriptors.size()));
   for (size_t i = 0; i < descriptors.size(); ++i) {
     KVD_RETURN_IF_ERROR(CheckDescriptor(descriptors[i].get(), i, DescriptorBytes(shape, i)));
@@ -127,14 +130,17 @@ absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MapShared(const ArenaS
   return memory;
 }
 
-absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MakeGpu(const ArenaShape& shape, int gpu) {
+absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MakeGpu(const ArenaShape& shape,
+                                                                  int gpu) {
   KVD_RETURN_IF_ERROR(CheckShape(shape));
   std::unique_ptr<ArenaMemory> memory(new ArenaMemory());
   memory->shape_ = shape;
   memory->place_ = OnGpu(gpu);
   for (size_t i = 0; i <= shape.num_slabs(); ++i) {
     absl::StatusOr<std::unique_ptr<GpuMemory>> part = GpuMemory::Make(gpu, PartBytes(shape, i));
-    if (!part.ok()) return Annotate(part.status(), absl::StrFormat("arena memory, part %d of %d", i + 1, shape.num_slabs() + 1));
+    if (!part.ok())
+      return Annotate(part.status(),
+                      absl::StrFormat("arena memory, part %d of %d", i + 1, shape.num_slabs() + 1));
     memory->descriptors_.push_back((*part)->TakeDescriptor());
     memory->AddGpuMemory(*std::move(part));
   }
@@ -142,7 +148,8 @@ absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MakeGpu(const ArenaSha
 }
 
 absl::StatusOr<std::unique_ptr<ArenaMemory>> ArenaMemory::MapGpu(const ArenaShape& shape,
-                                                                 std::vector<UniqueFd> descriptors, int gpu) {
+                                                                 std::vector<UniqueFd> descriptors,
+                                                                 int gpu) {
   KVD_RETURN_IF_ERROR(CheckOffer(shape, descriptors.size()));
   std::unique_ptr<ArenaMemory> memory(new ArenaMemory());
   memory->shape_ = shape;

@@ -1,10 +1,12 @@
-// The memory of one arena as descriptors: slabs that its daemon writes and that workers of the same host map
-// read-only, in host memory (sealed memfd) or in a GPU's (proto/gpu_memory.h).
+// The memory of one arena as descriptors: slabs that its daemon writes and that workers of the same
+// host map read-only, in host memory (sealed memfd) or in a GPU's (proto/gpu_memory.h).
 //
-// Why memfd and seals: a reader can neither write nor truncate what it was given, whatever it tries.
-// A slab holds slots_per_slab slots' units, then their records; one more descriptor holds all page headers.
-// In a GPU's memory every address below is a device address: nothing of it may be read or written by ordinary code.
-// Thread safety: immutable after Make / Map; the bytes themselves are guarded by generations (design G1).
+// Why memfd and seals: a reader can neither write nor truncate what it was given, whatever it
+// tries. A slab holds slots_per_slab slots' units, then their records; one more descriptor holds
+// all page headers. In a GPU's memory every address below is a device address: nothing of it may be
+// read or written by ordinary code.
+// Thread safety: immutable after Make / Map; the bytes themselves are guarded by generations
+// (design G1).
 
 #ifndef LOCKS_KVD_PROTO_ARENA_MEMORY_H_
 #define LOCKS_KVD_PROTO_ARENA_MEMORY_H_
@@ -37,8 +39,8 @@ struct ArenaShape {
   size_t header_bytes() const { return static_cast<size_t>(num_slots) * sizeof(PageHeader); }
 };
 
-// Slots that `bytes` can hold, headers included, in slabs of at most 1 GiB; num_slots is 0 if not even two
-// slots fit (one is the canary's).
+// Slots that `bytes` can hold, headers included, in slabs of at most 1 GiB; num_slots is 0 if not
+// even two slots fit (one is the canary's).
 ArenaShape CarveArena(const KvGeometry& geometry, uint64_t bytes);
 
 // One mapping of a whole arena, read-only or writable.
@@ -51,13 +53,15 @@ class ArenaMemory {
   // kFailedPrecondition if a descriptor is not sealed, or has another size than `shape` says.
   static absl::StatusOr<std::unique_ptr<ArenaMemory>> MapShared(const ArenaShape& shape,
                                                                 std::vector<UniqueFd> descriptors);
-  // The same in the memory of `gpu`: whole granules, mapped there, zeroed. Errors: see GpuMemory; built without CUDA:
-  // kFailedPrecondition.
+  // The same in the memory of `gpu`: whole granules, mapped there, zeroed. Errors: see GpuMemory;
+  // built without CUDA: kFailedPrecondition.
   static absl::StatusOr<std::unique_ptr<ArenaMemory>> MakeGpu(const ArenaShape& shape, int gpu);
-  // Worker: maps such descriptors read-only on its own `gpu`, which may be another one than the daemon's; they are closed
-  // then. kFailedPrecondition if their number or a size is not what `shape` says, or the GPU cannot map them.
+  // Worker: maps such descriptors read-only on its own `gpu`, which may be another one than the
+  // daemon's; they are closed then. kFailedPrecondition if their number or a size is not what
+  // `shape` says, or the GPU cannot map them.
   static absl::StatusOr<std::unique_ptr<ArenaMemory>> MapGpu(const ArenaShape& shape,
-                                                             std::vector<UniqueFd> descriptors, int gpu);
+                                                             std::vector<UniqueFd> descriptors,
+                                                             int gpu);
   ~ArenaMemory();
   ArenaMemory(const ArenaMemory&) = delete;
   ArenaMemory& operator=(const ArenaMemory&) = delete;
@@ -67,8 +71,8 @@ class ArenaMemory {
   // What Map takes; empty for a mapping of a GPU's memory.
   const std::vector<UniqueFd>& descriptors() const { return descriptors_; }
 
-  // REQUIRES: slot < num_slots and, for units, layer and head in range. The writable forms are for the
-  // daemon only: a worker's mapping faults on writing.
+  // REQUIRES: slot < num_slots and, for units, layer and head in range. The writable forms are for
+  // the daemon only: a worker's mapping faults on writing.
   uint8_t* unit(uint32_t slot, int layer, int head) const {
     return slot_base(slot) + shape_.slot.unit_offset(layer, head);
   }

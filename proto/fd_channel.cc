@@ -44,11 +44,12 @@ absl::Status Late() {
 // Waits until `fd` can do `events` or `deadline` passes.
 absl::Status Await(int fd, int16_t events, Time deadline) {
   while (true) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
     if (left.count() <= 0) return Late();
     pollfd poll_fd = {fd, events, 0};
-    const int ready = poll(&poll_fd, 1, static_cast<int>(std::min<int64_t>(left.count() + 1, 1 << 20)));
+    const int ready =
+        poll(&poll_fd, 1, static_cast<int>(std::min<int64_t>(left.count() + 1, 1 << 20)));
     if (ready > 0) return absl::OkStatus();
     if (ready < 0 && errno != EINTR) {
       return SystemError(absl::StatusCode::kUnavailable, "cannot wait for", "descriptor socket");
@@ -57,7 +58,8 @@ absl::Status Await(int fd, int16_t events, Time deadline) {
 }
 
 // Sends all of `bytes`, with `fds` beside its first byte.
-absl::Status SendAll(int socket, std::span<const uint8_t> bytes, std::span<const int> fds, Time deadline) {
+absl::Status SendAll(int socket, std::span<const uint8_t> bytes, std::span<const int> fds,
+                     Time deadline) {
   alignas(cmsghdr) uint8_t control[CMSG_SPACE(sizeof(int) * kMaxDescriptorsPerMessage)] = {};
   while (!bytes.empty()) {
     KVD_RETURN_IF_ERROR(Await(socket, POLLOUT, deadline));
@@ -85,7 +87,8 @@ absl::Status SendAll(int socket, std::span<const uint8_t> bytes, std::span<const
   return absl::OkStatus();
 }
 
-// Takes every descriptor out of a received message, so that none leaks whatever else is wrong with it.
+// Takes every descriptor out of a received message, so that none leaks whatever else is wrong with
+// it.
 void TakeDescriptors(msghdr* message, std::vector<UniqueFd>& fds) {
   for (cmsghdr* part = CMSG_FIRSTHDR(message); part != nullptr; part = CMSG_NXTHDR(message, part)) {
     if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
@@ -99,7 +102,8 @@ void TakeDescriptors(msghdr* message, std::vector<UniqueFd>& fds) {
 }
 
 // Receives exactly bytes.size() bytes; descriptors that come with them are added to `fds`.
-absl::Status ReceiveAll(int socket, std::span<uint8_t> bytes, std::vector<UniqueFd>& fds, Time deadline) {
+absl::Status ReceiveAll(int socket, std::span<uint8_t> bytes, std::vector<UniqueFd>& fds,
+                        Time deadline) {
   alignas(cmsghdr) uint8_t control[CMSG_SPACE(sizeof(int) * kMaxDescriptorsPerMessage)];
   while (!bytes.empty()) {
     KVD_RETURN_IF_ERROR(Await(socket, POLLIN, deadline));
@@ -112,14 +116,16 @@ absl::Status ReceiveAll(int socket, std::span<uint8_t> bytes, std::vector<Unique
     const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (got < 0) {
       if (errno == EINTR || errno == EAGAIN) continue;
-      return SystemError(absl::StatusCode::kUnavailable, "cannot receive from", "descriptor socket");
+      return SystemError(absl::StatusCode::kUnavailable, "cannot receive from",
+                         "descriptor socket");
     }
     TakeDescriptors(&message, fds);
     if ((message.msg_flags & MSG_CTRUNC) != 0) {
       return absl::ResourceExhaustedError(
           "descriptor handshake: descriptors were lost: raise this process's limit of open files");
     }
-    if (got == 0) return absl::UnavailableError("descriptor handshake: the peer closed the connection");
+    if (got == 0)
+      return absl::UnavailableError("descriptor handshake: the peer closed the connection");
     bytes = bytes.subspan(static_cast<size_t>(got));
   }
   return absl::OkStatus();
@@ -145,7 +151,8 @@ absl::StatusOr<sockaddr_un> MakeAddress(const std::string& path) {
 absl::StatusOr<UniqueFd> ConnectTo(const std::string& path) {
   KVD_ASSIGN_OR_RETURN(const sockaddr_un address, MakeAddress(path));
   UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (socket.get() < 0) return SystemError(absl::StatusCode::kUnavailable, "cannot make a socket for", path);
+  if (socket.get() < 0)
+    return SystemError(absl::StatusCode::kUnavailable, "cannot make a socket for", path);
   if (connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
     return SystemError(absl::StatusCode::kUnavailable, "cannot connect to", path);
   }
@@ -157,9 +164,11 @@ absl::Status FromWire(WireStatus status) {
     case WireStatus::kOk:
       return absl::OkStatus();
     case WireStatus::kAborted:
-      return absl::AbortedError("descriptor handshake: the daemon does not know the session: attach again");
+      return absl::AbortedError(
+          "descriptor handshake: the daemon does not know the session: attach again");
     case WireStatus::kExhausted:
-      return absl::ResourceExhaustedError("descriptor handshake: refused, over a limit of the daemon");
+      return absl::ResourceExhaustedError(
+          "descriptor handshake: refused, over a limit of the daemon");
     case WireStatus::kUnavailable:
       return absl::UnavailableError("descriptor handshake: the daemon is draining");
     case WireStatus::kLate:
@@ -167,7 +176,8 @@ absl::Status FromWire(WireStatus status) {
     case WireStatus::kInvalid:
       break;
   }
-  return absl::InvalidArgumentError("descriptor handshake: the daemon refused the request as malformed");
+  return absl::InvalidArgumentError(
+      "descriptor handshake: the daemon refused the request as malformed");
 }
 
 WireStatus ToWire(absl::StatusCode code) {
@@ -200,9 +210,10 @@ absl::StatusOr<std::vector<UniqueFd>> ReceiveDescriptors(const std::string& sock
   KVD_RETURN_IF_ERROR(ReceiveAll(socket.get(), BytesOf(reply), fds, deadline));
   if (reply.magic != kDescriptorMagic || reply.version != request.version ||
       reply.num_descriptors > kMaxDescriptors || !fds.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat("descriptor handshake: '", socket_path,
-                                                   "' speaks another protocol: is it a locks-kvd of "
-                                                   "this version?"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("descriptor handshake: '", socket_path,
+                     "' speaks another protocol: is it a locks-kvd of "
+                     "this version?"));
   }
   KVD_RETURN_IF_ERROR(FromWire(reply.status));
   while (fds.size() < reply.num_descriptors) {
@@ -212,15 +223,16 @@ absl::StatusOr<std::vector<UniqueFd>> ReceiveDescriptors(const std::string& sock
     KVD_RETURN_IF_ERROR(ReceiveAll(socket.get(), BytesOf(mark), fds, deadline));
     if (fds.size() == before || fds.size() > reply.num_descriptors) {
       return absl::InvalidArgumentError(
-          absl::StrCat("descriptor handshake: expected ", reply.num_descriptors, " descriptors, got ",
-                       fds.size(), " and a message that does not fit"));
+          absl::StrCat("descriptor handshake: expected ", reply.num_descriptors,
+                       " descriptors, got ", fds.size(), " and a message that does not fit"));
     }
   }
   return fds;
 }
 
-// Serves all handshakes on one thread: requests are collected as they trickle in, so a slow peer delays
-// nobody. A reply is a few bytes and descriptors, which fit the socket's buffer: sending does not wait.
+// Serves all handshakes on one thread: requests are collected as they trickle in, so a slow peer
+// delays nobody. A reply is a few bytes and descriptors, which fit the socket's buffer: sending
+// does not wait.
 struct DescriptorListener::Impl {
   struct Pending {
     UniqueFd socket;
@@ -257,7 +269,8 @@ void DescriptorListener::Impl::Run() {
       const bool late = now > pending[i].deadline;
       if (late) CountMalformed();
       const bool ready = waits[i + 2].revents != 0;
-      if (late || (ready && Advance(pending[i]))) pending.erase(pending.begin() + static_cast<ptrdiff_t>(i));
+      if (late || (ready && Advance(pending[i])))
+        pending.erase(pending.begin() + static_cast<ptrdiff_t>(i));
     }
     if ((waits[0].revents & POLLIN) != 0) Accept();
   }
@@ -303,24 +316,27 @@ void DescriptorListener::Impl::Answer(Pending& peer) {
   for (size_t first = 0; sent.ok() && first < fds.size(); first += kMaxDescriptorsPerMessage) {
     uint8_t mark = 1;
     const size_t count = std::min(fds.size() - first, size_t{kMaxDescriptorsPerMessage});
-    sent = SendAll(peer.socket.get(), BytesOf(mark), std::span<const int>(fds).subspan(first, count), deadline);
+    sent = SendAll(peer.socket.get(), BytesOf(mark),
+                   std::span<const int>(fds).subspan(first, count), deadline);
   }
 }
 
 DescriptorListener::DescriptorListener(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-absl::StatusOr<std::unique_ptr<DescriptorListener>> DescriptorListener::Make(const std::string& socket_path,
-                                                                             Lookup lookup) {
+absl::StatusOr<std::unique_ptr<DescriptorListener>> DescriptorListener::Make(
+    const std::string& socket_path, Lookup lookup) {
   KVD_ASSIGN_OR_RETURN(const sockaddr_un address, MakeAddress(socket_path));
   if (ConnectTo(socket_path).ok()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "socket path '", socket_path, "': another process listens there: give each daemon its own"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("socket path '", socket_path,
+                     "': another process listens there: give each daemon its own"));
   }
   struct stat info;
   if (lstat(socket_path.c_str(), &info) == 0) {
     if (!S_ISSOCK(info.st_mode)) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "socket path '", socket_path, "': expected a socket or nothing, found another kind of file"));
+      return absl::FailedPreconditionError(
+          absl::StrCat("socket path '", socket_path,
+                       "': expected a socket or nothing, found another kind of file"));
     }
     unlink(socket_path.c_str());
   }
@@ -330,9 +346,11 @@ absl::StatusOr<std::unique_ptr<DescriptorListener>> DescriptorListener::Make(con
   impl->socket = UniqueFd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   impl->stop = UniqueFd(eventfd(0, EFD_CLOEXEC));
   // The mode is set before bind too, so that there is no moment with a wider one.
-  if (impl->socket.get() < 0 || impl->stop.get() < 0 || fchmod(impl->socket.get(), kSocketMode) != 0 ||
+  if (impl->socket.get() < 0 || impl->stop.get() < 0 ||
+      fchmod(impl->socket.get(), kSocketMode) != 0 ||
       bind(impl->socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
-      chmod(socket_path.c_str(), kSocketMode) != 0 || listen(impl->socket.get(), kMaxPending) != 0) {
+      chmod(socket_path.c_str(), kSocketMode) != 0 ||
+      listen(impl->socket.get(), kMaxPending) != 0) {
     return SystemError(absl::StatusCode::kFailedPrecondition, "cannot listen at", socket_path);
   }
   impl->thread = std::thread([raw = impl.get()] { raw->Run(); });

@@ -1,10 +1,10 @@
 // Hands file descriptors of an arena to a worker over a unix socket (SCM_RIGHTS).
 //
-// The socket filters by peer credentials, it does not identify: descriptors pass only for a valid session
-// token. Lengths and counts are capped, a handshake takes at most 5 s, and nothing that a peer sends is
-// trusted.
-// Exchange: client sends DescriptorRequest; server answers DescriptorReply and, if its status is kOk,
-// num_descriptors descriptors in messages of at most kMaxDescriptorsPerMessage.
+// The socket filters by peer credentials, it does not identify: descriptors pass only for a valid
+// session token. Lengths and counts are capped, a handshake takes at most 5 s, and nothing that a
+// peer sends is trusted.
+// Exchange: client sends DescriptorRequest; server answers DescriptorReply and, if its status is
+// kOk, num_descriptors descriptors in messages of at most kMaxDescriptorsPerMessage.
 
 #ifndef LOCKS_KVD_PROTO_FD_CHANNEL_H_
 #define LOCKS_KVD_PROTO_FD_CHANNEL_H_
@@ -42,8 +42,8 @@ struct DescriptorReply {
 };
 static_assert(sizeof(DescriptorReply) == 16);
 
-// Client side. kUnavailable: nobody listens; kAborted: the session is unknown there; kDeadlineExceeded;
-// kInvalidArgument: the peer spoke another protocol.
+// Client side. kUnavailable: nobody listens; kAborted: the session is unknown there;
+// kDeadlineExceeded; kInvalidArgument: the peer spoke another protocol.
 absl::StatusOr<std::vector<UniqueFd>> ReceiveDescriptors(const std::string& socket_path,
                                                          const DescriptorRequest& request,
                                                          absl::Duration timeout);
@@ -54,7 +54,8 @@ class DescriptorListener {
   // Looks a request up: the descriptors to pass, or why not. Called on the listener's thread.
   using Lookup = std::function<absl::StatusOr<std::vector<int>>(const DescriptorRequest&)>;
   // Creates `socket_path` (an old socket file is replaced if nobody listens on it) with mode 0660.
-  static absl::StatusOr<std::unique_ptr<DescriptorListener>> Make(const std::string& socket_path, Lookup lookup);
+  static absl::StatusOr<std::unique_ptr<DescriptorListener>> Make(const std::string& socket_path,
+                                                                  Lookup lookup);
   ~DescriptorListener();  // closes, unlinks, joins
 
   // Refused or malformed handshakes so far.

@@ -16,7 +16,8 @@ namespace kvd {
 class FirstError final : public google::protobuf::io::ErrorCollector {
  public:
   void AddError(int line, int column, const std::string& message) override {
-    if (text_.empty()) text_ = absl::StrCat("line ", line + 1, ", column ", column + 1, ": ", message);
+    if (text_.empty())
+      text_ = absl::StrCat("line ", line + 1, ", column ", column + 1, ": ", message);
   }
   void AddWarning(int, int, const std::string&) override {}
   const std::string& text() const { return text_; }

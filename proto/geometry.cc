@@ -40,8 +40,9 @@ absl::StatusOr<KvGeometry> FromProto(const locks_kvd::v1::Geometry& proto) {
       geometry.dtype = KvDtype::kFp16;
       break;
     default:
-      return absl::InvalidArgumentError(absl::StrCat(
-          "geometry: dtype must be DTYPE_BF16 or DTYPE_FP16, got ", static_cast<int>(proto.dtype())));
+      return absl::InvalidArgumentError(
+          absl::StrCat("geometry: dtype must be DTYPE_BF16 or DTYPE_FP16, got ",
+                       static_cast<int>(proto.dtype())));
   }
   geometry.rotated = !proto.unrotated();
   geometry.softmax_scale = proto.softmax_scale();

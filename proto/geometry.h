@@ -12,7 +12,8 @@ class Geometry;
 
 namespace kvd {
 
-// Fills in the defaults (one shard, B = 16, R = 8, bf16) and checks. kInvalidArgument names the field.
+// Fills in the defaults (one shard, B = 16, R = 8, bf16) and checks. kInvalidArgument names the
+// field.
 absl::StatusOr<KvGeometry> FromProto(const locks_kvd::v1::Geometry& proto);
 locks_kvd::v1::Geometry ToProto(const KvGeometry& geometry);
 

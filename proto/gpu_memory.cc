@@ -38,7 +38,8 @@ void LookUp(const char* name, Function* function, Driver* driver) {
   constexpr unsigned kVersion = 12000;  // of the functions' signatures
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result);
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result);
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
     (void)cudaGetLastError();
     driver->problem = absl::StrCat("the driver has no ", name);
@@ -50,7 +51,8 @@ void LookUp(const char* name, Function* function, Driver* driver) {
 Driver LoadDriver() {
   Driver driver;
   int num_gpus = 0;
-  if (const cudaError_t error = cudaGetDeviceCount(&num_gpus); error != cudaSuccess || num_gpus == 0) {
+  if (const cudaError_t error = cudaGetDeviceCount(&num_gpus);
+      error != cudaSuccess || num_gpus == 0) {
     (void)cudaGetLastError();
     driver.problem = error != cudaSuccess ? cudaGetErrorString(error) : "the driver shows no GPU";
     return driver;
@@ -97,8 +99,9 @@ absl::Status Failed(const char* what, int gpu, cudaError_t error) {
       absl::StrFormat("GPU %d: %s: %s", gpu, what, cudaGetErrorString(error)));
 }
 
-// Makes `gpu` current, its primary context with it, and then puts back what was. Only a thread that had a context gets
-// its GPU back: making a context on a GPU that nobody asked for would take hundreds of MiB there.
+// Makes `gpu` current, its primary context with it, and then puts back what was. Only a thread that
+// had a context gets its GPU back: making a context on a GPU that nobody asked for would take
+// hundreds of MiB there.
 class CurrentGpu {
  public:
   explicit CurrentGpu(int gpu) {
@@ -141,12 +144,13 @@ absl::Status CheckOwner(int gpu, CUmemGenericAllocationHandle handle) {
   }
   const int owner = properties.location.id;
   int can_read = owner == gpu ? 1 : 0;
-  if (owner != gpu && cudaDeviceCanAccessPeer(&can_read, gpu, owner) != cudaSuccess) (void)cudaGetLastError();
+  if (owner != gpu && cudaDeviceCanAccessPeer(&can_read, gpu, owner) != cudaSuccess)
+    (void)cudaGetLastError();
   if (can_read != 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrFormat("no peer access: GPU %d cannot read memory of GPU %d: use a GPU that is linked to it, or "
-                      "another path",
-                      gpu, owner));
+  return absl::FailedPreconditionError(absl::StrFormat(
+      "no peer access: GPU %d cannot read memory of GPU %d: use a GPU that is linked to it, or "
+      "another path",
+      gpu, owner));
 }
 
 }  // namespace
@@ -161,12 +165,13 @@ int NumGpus() {
 absl::Status CheckGpu(int gpu) {
   const int num_gpus = NumGpus();
   if (num_gpus == 0) {
-    return absl::FailedPreconditionError(absl::StrCat("expected a GPU, and none is visible: ", TheDriver().problem));
+    return absl::FailedPreconditionError(
+        absl::StrCat("expected a GPU, and none is visible: ", TheDriver().problem));
   }
   if (!TheDriver().problem.empty()) return absl::FailedPreconditionError(TheDriver().problem);
   if (gpu >= 0 && gpu < num_gpus) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrFormat("expected a GPU from 0 to %d, got %d: %d are visible", num_gpus - 1, gpu, num_gpus));
+  return absl::FailedPreconditionError(absl::StrFormat(
+      "expected a GPU from 0 to %d, got %d: %d are visible", num_gpus - 1, gpu, num_gpus));
 }
 
 absl::StatusOr<std::string> GpuUuid(int gpu) {
@@ -175,13 +180,15 @@ absl::StatusOr<std::string> GpuUuid(int gpu) {
   if (const cudaError_t error = cudaGetDeviceProperties(&properties, gpu); error != cudaSuccess) {
     return Failed("its properties", gpu, error);
   }
-  return absl::BytesToHexString(absl::string_view(properties.uuid.bytes, sizeof(properties.uuid.bytes)));
+  return absl::BytesToHexString(
+      absl::string_view(properties.uuid.bytes, sizeof(properties.uuid.bytes)));
 }
 
 absl::Status MakeGpuCurrent(int gpu) {
   KVD_RETURN_IF_ERROR(CheckGpu(gpu));
   cudaError_t error = cudaSetDevice(gpu);
-  if (error == cudaSuccess) error = cudaFree(nullptr);  // the context is made here, not by whoever needs it first
+  if (error == cudaSuccess)
+    error = cudaFree(nullptr);  // the context is made here, not by whoever needs it first
   if (error != cudaSuccess) return Failed("cannot be used", gpu, error);
   return absl::OkStatus();
 }
@@ -192,15 +199,17 @@ absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Make(int gpu, size_t bytes
   if (current.error() != cudaSuccess) return Failed("cannot be used", gpu, current.error());
   const CUmemAllocationProp properties = PropertiesOf(gpu);
   size_t granule = 0;
-  if (const CUresult error = TheDriver().granularity(&granule, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+  if (const CUresult error =
+          TheDriver().granularity(&granule, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
       error != CUDA_SUCCESS || granule == 0 || kGpuGranule % granule != 0) {
-    return absl::FailedPreconditionError(
-        absl::StrFormat("GPU %d: expected allocations of %d bytes that can be exported, got granules of %d (%s)", gpu,
-                        kGpuGranule, granule, NameOf(error)));
+    return absl::FailedPreconditionError(absl::StrFormat(
+        "GPU %d: expected allocations of %d bytes that can be exported, got granules of %d (%s)",
+        gpu, kGpuGranule, granule, NameOf(error)));
   }
   std::unique_ptr<GpuMemory> memory(new GpuMemory(gpu, bytes));
   CUmemGenericAllocationHandle handle = 0;
-  if (const CUresult error = TheDriver().create(&handle, memory->bytes_, &properties, 0); error != CUDA_SUCCESS) {
+  if (const CUresult error = TheDriver().create(&handle, memory->bytes_, &properties, 0);
+      error != CUDA_SUCCESS) {
     return Failed(absl::StrCat(memory->bytes_, " bytes").c_str(), gpu, error);
   }
   int descriptor = -1;
@@ -208,27 +217,31 @@ absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Make(int gpu, size_t bytes
       TheDriver().export_handle(&descriptor, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
   if (exported == CUDA_SUCCESS) memory->descriptor_ = UniqueFd(descriptor);
   KVD_RETURN_IF_ERROR(memory->MapHandle(handle, /*writable=*/true));
-  if (exported != CUDA_SUCCESS) return Failed("memory cannot be exported as a descriptor", gpu, exported);
+  if (exported != CUDA_SUCCESS)
+    return Failed("memory cannot be exported as a descriptor", gpu, exported);
   cudaError_t zeroed = cudaMemsetAsync(memory->data_, 0, memory->bytes_, cudaStreamPerThread);
   if (zeroed == cudaSuccess) zeroed = cudaStreamSynchronize(cudaStreamPerThread);
   if (zeroed != cudaSuccess) return Failed("new memory cannot be zeroed", gpu, zeroed);
   return memory;
 }
 
-absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::MapReadOnly(int gpu, int descriptor, size_t bytes) {
+absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::MapReadOnly(int gpu, int descriptor,
+                                                                  size_t bytes) {
   KVD_RETURN_IF_ERROR(CheckGpu(gpu));
   const CurrentGpu current(gpu);
   if (current.error() != cudaSuccess) return Failed("cannot be used", gpu, current.error());
   CUmemGenericAllocationHandle handle = 0;
   // The driver takes the descriptor's number in place of a pointer.
-  auto* const number = reinterpret_cast<void*>(static_cast<uintptr_t>(static_cast<unsigned>(descriptor)));
+  auto* const number =
+      reinterpret_cast<void*>(static_cast<uintptr_t>(static_cast<unsigned>(descriptor)));
   if (const CUresult error =
           TheDriver().import_handle(&handle, number, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
       error != CUDA_SUCCESS) {
-    return absl::FailedPreconditionError(absl::StrFormat(
-        "GPU %d: the descriptor cannot be imported: %s: it is not memory of a GPU, or of a GPU that this process cannot "
-        "see (check CUDA_VISIBLE_DEVICES and the container's devices)",
-        gpu, NameOf(error)));
+    return absl::FailedPreconditionError(
+        absl::StrFormat("GPU %d: the descriptor cannot be imported: %s: it is not memory of a GPU, "
+                        "or of a GPU that this process cannot "
+                        "see (check CUDA_VISIBLE_DEVICES and the container's devices)",
+                        gpu, NameOf(error)));
   }
   if (absl::Status owner = CheckOwner(gpu, handle); !owner.ok()) {
     TheDriver().release(handle);
@@ -251,9 +264,9 @@ absl::Status GpuMemory::MapHandle(uint64_t handle, bool writable) {
   mapped_ = error == CUDA_SUCCESS;
   TheDriver().release(handle);
   if (!mapped_) {
-    return absl::FailedPreconditionError(
-        absl::StrFormat("GPU %d: %d bytes cannot be mapped: %s: the allocation is smaller than expected", gpu_, bytes_,
-                        NameOf(error)));
+    return absl::FailedPreconditionError(absl::StrFormat(
+        "GPU %d: %d bytes cannot be mapped: %s: the allocation is smaller than expected", gpu_,
+        bytes_, NameOf(error)));
   }
   CUmemAccessDesc access = {};
   access.location = {CU_MEM_LOCATION_TYPE_DEVICE, gpu_};
@@ -315,7 +328,8 @@ void FreeExportable(int gpu, uint8_t* data) {
 namespace {
 
 absl::Status WithoutCuda() {
-  return absl::FailedPreconditionError("memory of a GPU is wanted, and this program was built without CUDA");
+  return absl::FailedPreconditionError(
+      "memory of a GPU is wanted, and this program was built without CUDA");
 }
 
 }  // namespace
@@ -325,7 +339,9 @@ absl::Status CheckGpu(int) { return WithoutCuda(); }
 absl::StatusOr<std::string> GpuUuid(int) { return WithoutCuda(); }
 absl::Status MakeGpuCurrent(int) { return WithoutCuda(); }
 absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::Make(int, size_t) { return WithoutCuda(); }
-absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::MapReadOnly(int, int, size_t) { return WithoutCuda(); }
+absl::StatusOr<std::unique_ptr<GpuMemory>> GpuMemory::MapReadOnly(int, int, size_t) {
+  return WithoutCuda();
+}
 absl::Status GpuMemory::MapHandle(uint64_t, bool) { return WithoutCuda(); }
 GpuMemory::~GpuMemory() = default;
 uint8_t* AllocatePinned(int, size_t) { return nullptr; }

@@ -39,7 +39,8 @@ absl::Status FromWire(WireStatus status) {
     case WireStatus::kInvalid:
       break;
   }
-  return absl::InvalidArgumentError("ingest: the daemon refused a message as malformed: a bug of the client");
+  return absl::InvalidArgumentError(
+      "ingest: the daemon refused a message as malformed: a bug of the client");
 }
 
 }  // namespace
@@ -55,7 +56,8 @@ class IngestChannel::Impl final : public UcxReceiver {
 
   size_t unit_bytes() const { return unit_bytes_; }
   // Items of `item_bytes` each.
-  absl::Status Send(std::span<const IngestUnit> items, size_t item_bytes, uint8_t flags, absl::Duration timeout);
+  absl::Status Send(std::span<const IngestUnit> items, size_t item_bytes, uint8_t flags,
+                    absl::Duration timeout);
   void Shutdown();
   void OnMessage(const MessageHeader& header, UcxPayload& payload) override;
   bool Idle() {
@@ -87,7 +89,8 @@ class IngestChannel::Impl final : public UcxReceiver {
   bool CanSend() const { return lost_ || failed_ || FindFree() != nullptr; }
   bool AllAcknowledged() const;
   Message* FindFree() const;
-  absl::Status Await(bool (Impl::*condition)() const, std::unique_lock<std::mutex>& lock, Steady::time_point deadline);
+  absl::Status Await(bool (Impl::*condition)() const, std::unique_lock<std::mutex>& lock,
+                     Steady::time_point deadline);
   void Count(const Message& message);
 
   void Fill(Message& message, std::span<const IngestUnit> items, size_t item_bytes, size_t first);
@@ -116,12 +119,13 @@ IngestChannel::Impl::Message* IngestChannel::Impl::FindFree() const {
 }
 
 bool IngestChannel::Impl::AllAcknowledged() const {
-  return lost_ || failed_ || std::none_of(std::begin(messages_), std::end(messages_), [](const Message& message) {
-           return message.waiting;
-         });
+  return lost_ || failed_ ||
+         std::none_of(std::begin(messages_), std::end(messages_),
+                      [](const Message& message) { return message.waiting; });
 }
 
-absl::Status IngestChannel::Impl::Await(bool (Impl::*condition)() const, std::unique_lock<std::mutex>& lock,
+absl::Status IngestChannel::Impl::Await(bool (Impl::*condition)() const,
+                                        std::unique_lock<std::mutex>& lock,
                                         Steady::time_point deadline) {
   const bool met = changed_.wait_until(lock, deadline, [&] { return (this->*condition)(); });
   if (lost_) return absl::AbortedError("ingest: the session is lost: attach again");
@@ -130,9 +134,10 @@ absl::Status IngestChannel::Impl::Await(bool (Impl::*condition)() const, std::un
   return absl::OkStatus();
 }
 
-void IngestChannel::Impl::Fill(Message& message, std::span<const IngestUnit> items, size_t item_bytes,
-                               size_t first) {
-  const size_t per_message = std::clamp<size_t>(kMessageBytes / (item_bytes + sizeof(IngestEntry)), 1, 65536);
+void IngestChannel::Impl::Fill(Message& message, std::span<const IngestUnit> items,
+                               size_t item_bytes, size_t first) {
+  const size_t per_message =
+      std::clamp<size_t>(kMessageBytes / (item_bytes + sizeof(IngestEntry)), 1, 65536);
   message.first_unit = first;
   message.num_units = std::min(per_message, items.size() - first);
   message.size = message.num_units * (sizeof(IngestEntry) + item_bytes);
@@ -146,8 +151,8 @@ void IngestChannel::Impl::Fill(Message& message, std::span<const IngestUnit> ite
   }
 }
 
-absl::Status IngestChannel::Impl::Send(std::span<const IngestUnit> units, size_t item_bytes, uint8_t flags,
-                                       absl::Duration timeout) {
+absl::Status IngestChannel::Impl::Send(std::span<const IngestUnit> units, size_t item_bytes,
+                                       uint8_t flags, absl::Duration timeout) {
   const auto deadline = Steady::now() + absl::ToChronoNanoseconds(timeout);
   const std::lock_guard<std::mutex> turn(turn_);
   std::unique_lock<std::mutex> lock(mutex_);
@@ -176,9 +181,10 @@ absl::Status IngestChannel::Impl::Send(std::span<const IngestUnit> units, size_t
   KVD_RETURN_IF_ERROR(refusal_);
   if (num_refused_ == 0) return absl::OkStatus();
   const IngestUnit& unit = units[first_refused_];
-  return absl::FailedPreconditionError(absl::StrCat(
-      "ingest: ", num_refused_, " of ", units.size(), " units have no open reservation, first ticket ",
-      unit.ticket, " layer ", unit.layer, " head ", unit.head, ": reserve the pages again"));
+  return absl::FailedPreconditionError(
+      absl::StrCat("ingest: ", num_refused_, " of ", units.size(),
+                   " units have no open reservation, first ticket ", unit.ticket, " layer ",
+                   unit.layer, " head ", unit.head, ": reserve the pages again"));
 }
 
 void IngestChannel::Impl::OnSent(Message& message, bool ok) {
@@ -194,7 +200,8 @@ void IngestChannel::Impl::OnMessage(const MessageHeader& header, UcxPayload& pay
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (Message& message : messages_) {
-      if (message.waiting && !message.receiving && message.header.request == header.request) found = &message;
+      if (message.waiting && !message.receiving && message.header.request == header.request)
+        found = &message;
     }
     if (found == nullptr) return;
     found->status = header.status;
@@ -206,7 +213,8 @@ void IngestChannel::Impl::OnMessage(const MessageHeader& header, UcxPayload& pay
     }
     if (header.count != found->num_units || payload.bytes() != BitmapBytes(found->num_units)) {
       found->waiting = false;
-      refusal_ = absl::InternalError("ingest: the daemon's acknowledgement does not fit its message");
+      refusal_ =
+          absl::InternalError("ingest: the daemon's acknowledgement does not fit its message");
       changed_.notify_all();
       return;
     }

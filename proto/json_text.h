@@ -1,5 +1,5 @@
-// A string as JSON text, for the one-line logs of the daemon and the tables of `locksctl`. Whole documents are
-// written by protobuf's own JSON form.
+// A string as JSON text, for the one-line logs of the daemon and the tables of `locksctl`. Whole
+// documents are written by protobuf's own JSON form.
 //
 // Thread safety: pure function.
 
@@ -12,7 +12,8 @@
 
 namespace kvd {
 
-// `text` in double quotes; quotes, backslashes and control characters escaped, other bytes as they are.
+// `text` in double quotes; quotes, backslashes and control characters escaped, other bytes as they
+// are.
 std::string JsonQuote(absl::string_view text);
 
 }  // namespace kvd

@@ -2,9 +2,10 @@
 // buckets, and the text format (version 0.0.4) written from a table of families.
 //
 // Why a table: name, type, labels and meaning of each family stand in one place, from which the
-// endpoint, deploy/docs/metrics.md and their test come. The text itself is written by prometheus-cpp; counting is ours,
-// because its Histogram::Observe takes a mutex. Labels are bounded: no page keys, no sessions. Thread safety: Counter and LatencyHistogram are
-// safe; a MetricsText belongs to one thread.
+// endpoint, deploy/docs/metrics.md and their test come. The text itself is written by
+// prometheus-cpp; counting is ours, because its Histogram::Observe takes a mutex. Labels are
+// bounded: no page keys, no sessions. Thread safety: Counter and LatencyHistogram are safe; a
+// MetricsText belongs to one thread.
 
 #ifndef LOCKS_KVD_PROTO_METRICS_TEXT_H_
 #define LOCKS_KVD_PROTO_METRICS_TEXT_H_
@@ -59,7 +60,7 @@ enum class MetricType { kCounter, kGauge, kHistogram };
 
 // A family as the contract has it.
 struct MetricInfo {
-  const char* name;    // without the prefix
+  const char* name;  // without the prefix
   MetricType type;
   const char* labels;  // "path=shared|ucx, size": names, with the values where they are a fixed set
   const char* help;

@@ -17,9 +17,9 @@
 //             L = 64 * 2^48 - (e * 2^48 + T[i] + ((T[i+1] - T[i]) * r >> 48)), which is never 0
 // Order of preference: larger W / L (compared as W_a L_b > W_b L_a), then larger h, then lower
 // name.
-// L falls as h grows, so equal weights give the order of the plain hashes and need no logarithm. The
-// linear pieces are within 0.2% of w / -ln(u), the exact score. tests/golden/placement_v1.txt holds
-// answers of a second implementation, bench/pool_model.py.
+// L falls as h grows, so equal weights give the order of the plain hashes and need no logarithm.
+// The linear pieces are within 0.2% of w / -ln(u), the exact score. tests/golden/placement_v1.txt
+// holds answers of a second implementation, bench/pool_model.py.
 // Thread safety: pure functions; a Placement does not change.
 
 #ifndef LOCKS_KVD_PROTO_PLACEMENT_H_
@@ -73,7 +73,8 @@ class Placement {
 
 // Owner of rank `rank` of each page of a sequence: that of its stripe's first page; -1 if there are
 // not so many members. REQUIRES: `keys` starts at a stripe's first page.
-std::vector<int> PlacePages(std::span<const PageKey> keys, const Placement& placement, int rank = 0);
+std::vector<int> PlacePages(std::span<const PageKey> keys, const Placement& placement,
+                            int rank = 0);
 
 // The same over names of equal weight. REQUIRES: a member.
 int OwnerOf(const PageKey& key, std::span<const std::string> members);

@@ -1,5 +1,6 @@
-// A buffer for bytes on their way in or out: 64-byte aligned, grown when a larger piece needs it, never
-// shrunk. Its pages are touched only as far as it was used, unless a GPU reads and writes it too: then all are in memory.
+// A buffer for bytes on their way in or out: 64-byte aligned, grown when a larger piece needs it,
+// never shrunk. Its pages are touched only as far as it was used, unless a GPU reads and writes it
+// too: then all are in memory.
 //
 // Thread safety: compatible.
 
@@ -24,8 +25,8 @@ struct FreeStaging {
 
 class StagingBuffer {
  public:
-  // At least `bytes` bytes that can be copied from and to memory at `place`; what was there before is lost. Once
-  // reserved for a GPU it stays fit for it.
+  // At least `bytes` bytes that can be copied from and to memory at `place`; what was there before
+  // is lost. Once reserved for a GPU it stays fit for it.
   uint8_t* Reserve(size_t bytes, const MemoryPlace& place = {}) {
     const int pinned_for = data_.get_deleter().gpu;
     if (bytes > capacity_ || (place.on_gpu() && pinned_for < 0)) {

@@ -9,11 +9,11 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#define KVD_RETURN_IF_ERROR(expr)                                \
-  do {                                                           \
-    if (absl::Status kvd_status = (expr); !kvd_status.ok()) {    \
-      return kvd_status;                                         \
-    }                                                            \
+#define KVD_RETURN_IF_ERROR(expr)                             \
+  do {                                                        \
+    if (absl::Status kvd_status = (expr); !kvd_status.ok()) { \
+      return kvd_status;                                      \
+    }                                                         \
   } while (false)
 
 #define KVD_STATUS_CONCAT_INNER(a, b) a##b

@@ -12,12 +12,13 @@ absl::Status UcxState::RegisterHandlers() {
   for (int i = 0; i < kNumMessageTypes; ++i) {
     handlers[i] = {this, static_cast<MessageType>(i + 1)};
     ucp_am_handler_param_t params = {};
-    params.field_mask =
-        UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+    params.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
+                        UCP_AM_HANDLER_PARAM_FIELD_ARG;
     params.id = static_cast<unsigned>(i + 1);
     params.cb = OnActiveMessage;
     params.arg = &handlers[i];
-    if (const ucs_status_t status = ucp_worker_set_am_recv_handler(worker, &params); status != UCS_OK) {
+    if (const ucs_status_t status = ucp_worker_set_am_recv_handler(worker, &params);
+        status != UCS_OK) {
       return absl::FailedPreconditionError(
           absl::StrCat("UCX: cannot take active messages: ", ucs_status_string(status)));
     }
@@ -25,8 +26,8 @@ absl::Status UcxState::RegisterHandlers() {
   return absl::OkStatus();
 }
 
-ucs_status_t UcxState::OnActiveMessage(void* arg, const void* header_data, size_t header_bytes, void* data,
-                                       size_t bytes, const ucp_am_recv_param_t* param) {
+ucs_status_t UcxState::OnActiveMessage(void* arg, const void* header_data, size_t header_bytes,
+                                       void* data, size_t bytes, const ucp_am_recv_param_t* param) {
   const auto* handler = static_cast<const Handler*>(arg);
   UcxState* state = handler->state;
   const absl::StatusOr<MessageHeader> header =
@@ -88,11 +89,13 @@ void UcxState::OnReceiveDone(void* request, ucs_status_t status, size_t, void* u
 }
 
 void UcxState::Finish(UcxReceive& receive, bool ok) {
-  if (UcxState* state = std::exchange(receive.into_gpu_, nullptr); state != nullptr) --state->num_gpu_receives;
+  if (UcxState* state = std::exchange(receive.into_gpu_, nullptr); state != nullptr)
+    --state->num_gpu_receives;
   receive.OnReceived(ok);
 }
 
-void UcxState::Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload, MemorySpace space) {
+void UcxState::Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload,
+                    MemorySpace space) {
   message.endpoint_ = endpoint;
   ++endpoint->in_flight;
   if (endpoint->failed) return Finish(message, false);
@@ -131,7 +134,8 @@ UcxPayload& UcxPayload::operator=(UcxPayload&& other) noexcept {
 UcxPayload::~UcxPayload() { Drop(); }
 
 void UcxPayload::Drop() {
-  if (descriptor_ != nullptr) ucp_am_data_release(state_->worker, std::exchange(descriptor_, nullptr));
+  if (descriptor_ != nullptr)
+    ucp_am_data_release(state_->worker, std::exchange(descriptor_, nullptr));
 }
 
 void UcxPayload::ReceiveInto(uint8_t* buffer, UcxReceive& receive, MemorySpace space) {
@@ -142,8 +146,8 @@ void UcxPayload::ReceiveInto(uint8_t* buffer, UcxReceive& receive, MemorySpace s
     return receive.OnReceived(true);
   }
   ucp_request_param_t params = {};
-  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
-                        UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  params.op_attr_mask =
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   params.cb.recv_am = UcxState::OnReceiveDone;
   params.user_data = &receive;
   params.memory_type = to_gpu ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;

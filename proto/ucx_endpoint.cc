@@ -17,9 +17,9 @@ namespace {
 // UCX addresses are a few hundred bytes; more network devices make them longer.
 constexpr size_t kMaxAddressBytes = 16384;
 
-// Stands before an address wherever it travels. UCX ends the process on an address that it cannot parse,
-// so damaged or foreign bytes must not reach it. This is no defence against forgery: who can send to the
-// UCX port is trusted not to attack UCX itself (SECURITY.md).
+// Stands before an address wherever it travels. UCX ends the process on an address that it cannot
+// parse, so damaged or foreign bytes must not reach it. This is no defence against forgery: who can
+// send to the UCX port is trusted not to attack UCX itself (SECURITY.md).
 struct AddressSeal {
   uint32_t magic = 0x414B564Cu;  // "LVKA"
   uint32_t bytes = 0;            // of the address that follows
@@ -106,10 +106,12 @@ std::string UcxState::SealAddress(const void* address, size_t bytes) {
   return sealed.append(static_cast<const char*>(address), bytes);
 }
 
-absl::StatusOr<UcxEndpoint*> UcxState::Open(const std::string& remote_address, uint64_t connection) {
+absl::StatusOr<UcxEndpoint*> UcxState::Open(const std::string& remote_address,
+                                            uint64_t connection) {
   if (!IsSealed(remote_address)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "UCX: ", remote_address.size(), " bytes are not an address that a locks-kvd process gave out"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("UCX: ", remote_address.size(),
+                     " bytes are not an address that a locks-kvd process gave out"));
   }
   const std::vector<UcxEndpoint*> open = endpoints;  // Fail takes them out
   for (UcxEndpoint* endpoint : open) {
@@ -118,7 +120,8 @@ absl::StatusOr<UcxEndpoint*> UcxState::Open(const std::string& remote_address, u
       ++endpoint->users;
       return endpoint;
     }
-    // Its other end is gone: small messages would still arrive on it, but a long one would never be fetched.
+    // Its other end is gone: small messages would still arrive on it, but a long one would never be
+    // fetched.
     Fail(endpoint);
   }
   auto endpoint = std::make_unique<UcxEndpoint>();

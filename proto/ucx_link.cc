@@ -24,7 +24,8 @@ class UcxLink::Greeting final : public UcxSend {
   absl::Status Wait(absl::Duration timeout) {
     if (done_.try_acquire_for(absl::ToChronoNanoseconds(timeout))) return status_;
     return absl::DeadlineExceededError(
-        "UCX: no greeting from the daemon in time: is its data port open, and the session still alive?");
+        "UCX: no greeting from the daemon in time: is its data port open, and the session still "
+        "alive?");
   }
   std::string own_address;
 
@@ -35,10 +36,9 @@ class UcxLink::Greeting final : public UcxSend {
   std::binary_semaphore done_{0};
 };
 
-absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Connect(UcxWorker* worker, const std::string& remote_address,
-                                                          const Incarnation& incarnation,
-                                                          const SessionToken& session, UcxReceiver* answers,
-                                                          absl::Duration timeout) {
+absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Connect(
+    UcxWorker* worker, const std::string& remote_address, const Incarnation& incarnation,
+    const SessionToken& session, UcxReceiver* answers, absl::Duration timeout) {
   if (remote_address.empty()) return absl::UnavailableError("UCX: the daemon offers no address");
   std::unique_ptr<UcxLink> link(new UcxLink(worker, incarnation, session, answers));
   KVD_ASSIGN_OR_RETURN(link->channel_, worker->OpenChannel(link.get()));
@@ -56,7 +56,8 @@ absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Connect(UcxWorker* worker, con
     greeting->header = link->Header(MessageType::kHello, UcxWorker::Connection(*endpoint));
     greeting->Keep(greeting);
     const std::string& address = greeting->own_address;
-    worker->Send(*endpoint, *greeting, {reinterpret_cast<const uint8_t*>(address.data()), address.size()});
+    worker->Send(*endpoint, *greeting,
+                 {reinterpret_cast<const uint8_t*>(address.data()), address.size()});
   });
   KVD_RETURN_IF_ERROR(opened);
   if (absl::Status greeted = greeting->Wait(timeout); !greeted.ok()) {
@@ -90,7 +91,8 @@ void UcxLink::OnMessage(const MessageHeader& header, UcxPayload& payload) {
     case WireStatus::kUnavailable:
       return greeting_->Done(absl::UnavailableError("UCX: the daemon is draining: use another"));
     default:
-      return greeting_->Done(absl::AbortedError("UCX: the daemon does not know the session: attach again"));
+      return greeting_->Done(
+          absl::AbortedError("UCX: the daemon does not know the session: attach again"));
   }
 }
 

@@ -1,7 +1,8 @@
-// A session's way to its daemon: an endpoint, a channel for the answers, and the greeting that opens the
-// way back. The client end of the data plane.
+// A session's way to its daemon: an endpoint, a channel for the answers, and the greeting that
+// opens the way back. The client end of the data plane.
 //
-// Thread safety: what is marked "progress thread" only there; the rest from the thread that owns it.
+// Thread safety: what is marked "progress thread" only there; the rest from the thread that owns
+// it.
 
 #ifndef LOCKS_KVD_PROTO_UCX_LINK_H_
 #define LOCKS_KVD_PROTO_UCX_LINK_H_
@@ -17,13 +18,13 @@ namespace kvd {
 
 class UcxLink final : private UcxReceiver {
  public:
-  // Connects to the daemon's `remote_address` and waits for its greeting. `answers` takes the answers of
-  // this link. kUnavailable: not reachable, or draining; kAborted: the daemon does not know the session;
-  // kDeadlineExceeded: no answer in time (also from a daemon that does not know the session's token).
-  static absl::StatusOr<std::unique_ptr<UcxLink>> Connect(UcxWorker* worker, const std::string& remote_address,
-                                                          const Incarnation& incarnation,
-                                                          const SessionToken& session, UcxReceiver* answers,
-                                                          absl::Duration timeout);
+  // Connects to the daemon's `remote_address` and waits for its greeting. `answers` takes the
+  // answers of this link. kUnavailable: not reachable, or draining; kAborted: the daemon does not
+  // know the session; kDeadlineExceeded: no answer in time (also from a daemon that does not know
+  // the session's token).
+  static absl::StatusOr<std::unique_ptr<UcxLink>> Connect(
+      UcxWorker* worker, const std::string& remote_address, const Incarnation& incarnation,
+      const SessionToken& session, UcxReceiver* answers, absl::Duration timeout);
   // After it no answer is delivered any more. Operations in flight must have ended.
   ~UcxLink() override;
 
@@ -42,7 +43,8 @@ class UcxLink final : private UcxReceiver {
 
  private:
   class Greeting;
-  UcxLink(UcxWorker* worker, const Incarnation& incarnation, const SessionToken& session, UcxReceiver* answers)
+  UcxLink(UcxWorker* worker, const Incarnation& incarnation, const SessionToken& session,
+          UcxReceiver* answers)
       : worker_(worker), incarnation_(incarnation), session_(session), answers_(answers) {}
   void OnMessage(const MessageHeader& header, UcxPayload& payload) override;
 

@@ -1,4 +1,5 @@
-// What a UcxWorker holds: the UCX handles, the endpoints and the task list. Included by proto/ucx_*.cc only.
+// What a UcxWorker holds: the UCX handles, the endpoints and the task list. Included by
+// proto/ucx_*.cc only.
 //
 // Thread safety: everything belongs to the progress thread, except what is marked "any thread".
 
@@ -19,13 +20,14 @@
 
 namespace kvd {
 
-// A connection to one remote worker. Deleted when it is closed, nobody uses it and nothing is in flight.
+// A connection to one remote worker. Deleted when it is closed, nobody uses it and nothing is in
+// flight.
 class UcxEndpoint {
  public:
   UcxState* state = nullptr;
   std::string remote_address;
-  uint64_t connection = 0;        // which of the two workers' connections; chosen by the end that greets
-  ucp_ep_h ep = nullptr;          // null once it is being closed
+  uint64_t connection = 0;  // which of the two workers' connections; chosen by the end that greets
+  ucp_ep_h ep = nullptr;    // null once it is being closed
   void* close_request = nullptr;  // UCX's, of the close
   int users = 0;
   int in_flight = 0;
@@ -52,8 +54,8 @@ struct UcxState {
     MessageType type;
   };
   absl::Status RegisterHandlers();
-  static ucs_status_t OnActiveMessage(void* arg, const void* header, size_t header_bytes, void* data,
-                                      size_t bytes, const ucp_am_recv_param_t* param);
+  static ucs_status_t OnActiveMessage(void* arg, const void* header, size_t header_bytes,
+                                      void* data, size_t bytes, const ucp_am_recv_param_t* param);
   void Deliver(const MessageHeader& header, UcxPayload& payload);
   static void OnSendDone(void* request, ucs_status_t status, void* user);
   static void OnReceiveDone(void* request, ucs_status_t status, size_t bytes, void* user);
@@ -81,7 +83,8 @@ struct UcxState {
   // Copies between GPUs end without an event: the thread does not sleep meanwhile.
   int num_gpu_receives = 0;
 
-  std::atomic<UcxTask*> tasks{nullptr};    // any thread: a stack that the progress thread empties at once
+  std::atomic<UcxTask*> tasks{
+      nullptr};  // any thread: a stack that the progress thread empties at once
   std::atomic<bool> sleeping{false};       // any thread
   std::atomic<uint64_t> num_malformed{0};  // any thread
   LatencyHistogram stalls;                 // any thread

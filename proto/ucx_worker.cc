@@ -29,18 +29,20 @@ constexpr auto kCloseLimit = std::chrono::seconds(1);
 constexpr auto kStall = std::chrono::milliseconds(1);
 
 absl::Status UcxError(absl::string_view what, ucs_status_t status) {
-  return absl::FailedPreconditionError(absl::StrCat("UCX: ", what, ": ", ucs_status_string(status)));
+  return absl::FailedPreconditionError(
+      absl::StrCat("UCX: ", what, ": ", ucs_status_string(status)));
 }
 
-// Only transports of the network: shared-memory ones would map or read another process's memory. "ib" is
-// named only where there is a device, since UCX warns about names that it cannot use.
+// Only transports of the network: shared-memory ones would map or read another process's memory.
+// "ib" is named only where there is a device, since UCX warns about names that it cannot use.
 std::string NetworkTransports() {
   std::error_code error;
   const bool has_device = !std::filesystem::is_empty("/sys/class/infiniband", error) && !error;
   return has_device ? "tcp,ib" : "tcp";
 }
 
-// True if the library that runs can copy to and from a GPU, and between the GPU memories of two processes.
+// True if the library that runs can copy to and from a GPU, and between the GPU memories of two
+// processes.
 bool HasCuda() {
   uct_component_h* components = nullptr;
   unsigned count = 0;
@@ -59,7 +61,8 @@ bool HasCuda() {
 
 std::string Transports(const UcxOptions& options) {
   if (!options.transports.empty()) return options.transports;
-  return absl::StrCat(NetworkTransports(), options.gpu >= 0 && HasCuda() ? ",cuda_copy,cuda_ipc" : "");
+  return absl::StrCat(NetworkTransports(),
+                      options.gpu >= 0 && HasCuda() ? ",cuda_copy,cuda_ipc" : "");
 }
 
 bool NamesCuda(absl::string_view transports) { return absl::StrContains(transports, "cuda"); }
@@ -78,24 +81,27 @@ absl::Status Configure(const UcxOptions& options, ucp_config_t* config) {
       {"NET_DEVICES", options.devices.empty() ? "all" : options.devices},
       {"RNDV_SCHEME", options.read_from_sender ? "get_zcopy" : "auto"},
       {TcpSetting("PORT_RANGE"), options.port_range.empty() ? "0" : options.port_range},
-      // UCX's own defaults, and never what the environment says: a process whose TCP receive segment is smaller
-      // than its peer's is ended by UCX with the first long message.
+      // UCX's own defaults, and never what the environment says: a process whose TCP receive
+      // segment is smaller than its peer's is ended by UCX with the first long message.
       {TcpSetting("RX_SEG_SIZE"), "64k"},
       {TcpSetting("TX_SEG_SIZE"), "8k"},
   };
-  // UCX's cache of memory types misses what a CUDA runtime inside the program allocates, and takes it for host memory: asking
-  // the driver costs a microsecond, for messages that name GPU memory alone. For all of this process's UCX.
+  // UCX's cache of memory types misses what a CUDA runtime inside the program allocates, and takes
+  // it for host memory: asking the driver costs a microsecond, for messages that name GPU memory
+  // alone. For all of this process's UCX.
   if (NamesCuda(transports)) settings.emplace_back("MEMTYPE_CACHE", "n");
   for (const auto& [name, value] : settings) {
-    if (const ucs_status_t status = ucp_config_modify(config, name.c_str(), value.c_str()); status != UCS_OK) {
+    if (const ucs_status_t status = ucp_config_modify(config, name.c_str(), value.c_str());
+        status != UCS_OK) {
       return UcxError(absl::StrCat("cannot set ", name, "=", value), status);
     }
   }
   return absl::OkStatus();
 }
 
-// Allocates as pieces are allocated and asks UCX what that is. Up to 1.22 UCX passes over the memory type that a message
-// names and looks for itself; what it takes for host memory it copies with the CPU, which ends the process.
+// Allocates as pieces are allocated and asks UCX what that is. Up to 1.22 UCX passes over the
+// memory type that a message names and looks for itself; what it takes for host memory it copies
+// with the CPU, which ends the process.
 bool KnowsGpuMemory(ucp_context_h context, int gpu) {
   uint8_t* const memory = AllocateExportable(gpu, kGpuGranule);
   if (memory == nullptr) return false;
@@ -115,13 +121,14 @@ bool KnowsGpuMemory(ucp_context_h context, int gpu) {
   return knows;
 }
 
-// `transports` name what carries messages between GPU memories, and the context can handle such memory.
+// `transports` name what carries messages between GPU memories, and the context can handle such
+// memory.
 bool HasGpuMemory(const std::string& transports, ucp_context_h context, int gpu) {
   if (!NamesCuda(transports)) return false;
   ucp_context_attr_t attr = {};
   attr.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
-  return ucp_context_query(context, &attr) == UCS_OK && (attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0 &&
-         KnowsGpuMemory(context, gpu);
+  return ucp_context_query(context, &attr) == UCS_OK &&
+         (attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0 && KnowsGpuMemory(context, gpu);
 }
 
 // Runs `work` with `gpu` current, without changing what is current for the caller; -1: as it is.
@@ -179,9 +186,10 @@ absl::Status UcxState::StartUcx() {
   ucp_config_release(config);
   KVD_RETURN_IF_ERROR(configured);
   if (status != UCS_OK) {
-    return UcxError(absl::StrCat("cannot start with devices '", options.devices, "', transports '",
-                                 options.transports, "': name devices of this host or leave both empty"),
-                    status);
+    return UcxError(
+        absl::StrCat("cannot start with devices '", options.devices, "', transports '",
+                     options.transports, "': name devices of this host or leave both empty"),
+        status);
   }
   ucp_worker_params_t params = {};
   params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
@@ -199,7 +207,8 @@ absl::Status UcxState::StartUcx() {
 absl::StatusOr<std::string> UcxState::PackedAddress() const {
   ucp_address_t* packed = nullptr;
   size_t bytes = 0;
-  if (const ucs_status_t status = ucp_worker_get_address(worker, &packed, &bytes); status != UCS_OK) {
+  if (const ucs_status_t status = ucp_worker_get_address(worker, &packed, &bytes);
+      status != UCS_OK) {
     return UcxError("cannot get the worker's address", status);
   }
   std::string address = SealAddress(packed, bytes);
@@ -258,12 +267,13 @@ bool UcxState::RunTasks() {
 }
 
 void UcxState::SleepUntilEvent() {
-  // Either Post sees `sleeping`, or this thread sees its task: both orders are sequentially consistent.
+  // Either Post sees `sleeping`, or this thread sees its task: both orders are sequentially
+  // consistent.
   sleeping.store(true);
   if (tasks.load() == nullptr && ucp_worker_arm(worker) == UCS_OK) {
     pollfd event = {event_fd, POLLIN, 0};
-    // UCX closes failed endpoints by its own progress, which may need no event; and pollers look at the
-    // clock, to cut off peers that went silent.
+    // UCX closes failed endpoints by its own progress, which may need no event; and pollers look at
+    // the clock, to cut off peers that went silent.
     poll(&event, 1, failed.empty() ? 100 : 10);
   }
   sleeping.store(false);
@@ -286,8 +296,8 @@ absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Make(const UcxOptions& opt
   absl::StatusOr<std::string> address = absl::InternalError("not asked yet");
   worker->Run([&] { address = worker->state_->PackedAddress(); });
   KVD_ASSIGN_OR_RETURN(worker->address_, std::move(address));
-  worker->transports_ =
-      absl::StrCat(Transports(options), " on ", options.devices.empty() ? "all devices" : options.devices);
+  worker->transports_ = absl::StrCat(Transports(options), " on ",
+                                     options.devices.empty() ? "all devices" : options.devices);
   return worker;
 }
 
@@ -304,9 +314,10 @@ UcxWorker::~UcxWorker() {
   while (!closed && std::chrono::steady_clock::now() < limit) {
     Run([state, &closed] {
       state->CloseFailed();
-      closed = std::none_of(state->failed.begin(), state->failed.end(), [](const UcxEndpoint* endpoint) {
-        return endpoint->close_request != nullptr || endpoint->in_flight > 0;
-      });
+      closed =
+          std::none_of(state->failed.begin(), state->failed.end(), [](const UcxEndpoint* endpoint) {
+            return endpoint->close_request != nullptr || endpoint->in_flight > 0;
+          });
     });
     if (!closed) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -376,9 +387,12 @@ void UcxWorker::Release(UcxEndpoint* endpoint) { state_->Release(endpoint); }
 void UcxWorker::Abort(UcxEndpoint* endpoint) { state_->Fail(endpoint); }
 uint64_t UcxWorker::Connection(const UcxEndpoint* endpoint) { return endpoint->connection; }
 bool UcxWorker::Failed(const UcxEndpoint* endpoint) { return endpoint->failed; }
-bool UcxWorker::has_gpu_memory() const { return state_->gpu_memory.load(std::memory_order_relaxed); }
+bool UcxWorker::has_gpu_memory() const {
+  return state_->gpu_memory.load(std::memory_order_relaxed);
+}
 void UcxWorker::LeaveGpuMemory() { state_->gpu_memory.store(false, std::memory_order_relaxed); }
-void UcxWorker::Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload, MemorySpace space) {
+void UcxWorker::Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload,
+                     MemorySpace space) {
   state_->Send(endpoint, message, payload, space);
 }
 

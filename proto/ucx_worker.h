@@ -1,14 +1,16 @@
 // One UCX context and worker, and the one thread that drives it. Active messages only.
 //
-// Why one owner thread: a UCX worker is not shared between threads without locks on its fast path. Other
-// threads hand it tasks through a lock-free list and wake it with ucp_worker_signal, the only call that
-// UCX allows from anywhere. The thread spins for a short time after work, then sleeps until an event.
-// Why active messages only: UCX's software RMA over TCP does not check keys at the target, so a context
-// that asks for RMA exposes its whole address space to the network. SECURITY.md says what is left.
+// Why one owner thread: a UCX worker is not shared between threads without locks on its fast path.
+// Other threads hand it tasks through a lock-free list and wake it with ucp_worker_signal, the only
+// call that UCX allows from anywhere. The thread spins for a short time after work, then sleeps
+// until an event. Why active messages only: UCX's software RMA over TCP does not check keys at the
+// target, so a context that asks for RMA exposes its whole address space to the network.
+// SECURITY.md says what is left.
 //
-// Thread safety: what is marked "progress thread" may only be called there (from a task, a receiver or a
-// poller); the rest from any other thread.
-// Ownership: whoever uses a worker (receivers, pollers, endpoints, operations in flight) ends before it.
+// Thread safety: what is marked "progress thread" may only be called there (from a task, a receiver
+// or a poller); the rest from any other thread.
+// Ownership: whoever uses a worker (receivers, pollers, endpoints, operations in flight) ends
+// before it.
 
 #ifndef LOCKS_KVD_PROTO_UCX_WORKER_H_
 #define LOCKS_KVD_PROTO_UCX_WORKER_H_
@@ -36,23 +38,24 @@ struct UcxState;  // proto/ucx_state.h
 struct UcxOptions {
   // UCX device names, comma separated ("lo", "eth0", "mlx5_0:1"). Empty: UCX's choice.
   std::string devices;
-  // UCX transports, comma separated. Empty: those of the network, never another process's host memory; with `gpu`, what
-  // carries messages between GPU memories too, where this UCX has it.
+  // UCX transports, comma separated. Empty: those of the network, never another process's host
+  // memory; with `gpu`, what carries messages between GPU memories too, where this UCX has it.
   std::string transports;
   // TCP ports to listen on, "first-last". Empty: any.
   std::string port_range;
-  // Large messages are read from their sender, so peers that send to us never get a key to our memory
-  // (a daemon). False: UCX's choice.
+  // Large messages are read from their sender, so peers that send to us never get a key to our
+  // memory (a daemon). False: UCX's choice.
   bool read_from_sender = false;
   // How long the thread spins after its last work before it sleeps.
   absl::Duration spin = absl::Microseconds(100);
-  // GPU whose memory messages may come from and go to, if this UCX has CUDA; -1: host memory alone. Between GPU memories
-  // UCX reads or writes as it likes (1.22 writes, whatever `read_from_sender` says).
+  // GPU whose memory messages may come from and go to, if this UCX has CUDA; -1: host memory alone.
+  // Between GPU memories UCX reads or writes as it likes (1.22 writes, whatever `read_from_sender`
+  // says).
   int gpu = -1;
 };
 
-// Work for the progress thread. Made by its owner, posted as often as needed but never while it is still
-// queued; posting allocates nothing.
+// Work for the progress thread. Made by its owner, posted as often as needed but never while it is
+// still queued; posting allocates nothing.
 class UcxTask {
  public:
   virtual ~UcxTask() = default;
@@ -79,8 +82,8 @@ class UcxSend {
 // A payload on its way in. The buffer and this object live until OnReceived.
 class UcxReceive {
  public:
-  // Progress thread. False: the peer is gone and the bytes are not to be used. If the buffer is GPU memory they may still be
-  // on their way then: it must not be used for anything else.
+  // Progress thread. False: the peer is gone and the bytes are not to be used. If the buffer is GPU
+  // memory they may still be on their way then: it must not be used for anything else.
   virtual void OnReceived(bool ok) = 0;
   virtual ~UcxReceive() = default;
 
@@ -100,10 +103,11 @@ class UcxPayload {
   ~UcxPayload();
 
   size_t bytes() const { return bytes_; }
-  // Starts receiving all bytes() bytes into `buffer`; OnReceived may run before this returns. Into GPU memory only what was
-  // sent from there: else OnReceived(false).
+  // Starts receiving all bytes() bytes into `buffer`; OnReceived may run before this returns. Into
+  // GPU memory only what was sent from there: else OnReceived(false).
   void ReceiveInto(uint8_t* buffer, UcxReceive& receive, MemorySpace space = MemorySpace::kHost);
-  // Keeps it beyond the call of OnMessage, to be received when there is room. The sender waits meanwhile.
+  // Keeps it beyond the call of OnMessage, to be received when there is room. The sender waits
+  // meanwhile.
   UcxPayload Hold();
 
  private:
@@ -148,8 +152,8 @@ class UcxWorker {
   static std::string Version();
   // Transports in use, for people.
   const std::string& transports() const { return transports_; }
-  // True if messages may travel between memory of UcxOptions::gpu and that of another such worker on this host: this UCX has
-  // cuda_ipc, and UCX found it fit for the GPU.
+  // True if messages may travel between memory of UcxOptions::gpu and that of another such worker
+  // on this host: this UCX has cuda_ipc, and UCX found it fit for the GPU.
   bool has_gpu_memory() const;
   // From now on it says no: what UCX offers there does not work. Messages on their way go on.
   void LeaveGpuMemory();
@@ -158,11 +162,11 @@ class UcxWorker {
   // Messages that were not even a header of ours.
   uint64_t num_malformed() const;
 
-  // Messages of `type` go to `receiver` from now on; null: they are dropped. Returns when it is in force:
-  // after null the old receiver is not called again.
+  // Messages of `type` go to `receiver` from now on; null: they are dropped. Returns when it is in
+  // force: after null the old receiver is not called again.
   void SetReceiver(MessageType type, UcxReceiver* receiver);
-  // Answers (types that end in Reply or Ack) go to the receiver of the channel that is in the upper 16
-  // bits of their request number. A channel number is not used again for a long time.
+  // Answers (types that end in Reply or Ack) go to the receiver of the channel that is in the upper
+  // 16 bits of their request number. A channel number is not used again for a long time.
   // kResourceExhausted: too many.
   absl::StatusOr<uint16_t> OpenChannel(UcxReceiver* receiver);
   void CloseChannel(uint16_t channel);
@@ -175,9 +179,9 @@ class UcxWorker {
   // Keeps `object` alive until UCX is shut down: for memory that UCX may still write to.
   void KeepUntilEnd(std::shared_ptr<void> object);
 
-  // Progress thread. Endpoints are shared by all who open the same address, and counted. A failed one is
-  // never used again: opening its address makes another. kInvalidArgument: not an address() of a UcxWorker;
-  // kUnavailable: UCX cannot reach it.
+  // Progress thread. Endpoints are shared by all who open the same address, and counted. A failed
+  // one is never used again: opening its address makes another. kInvalidArgument: not an address()
+  // of a UcxWorker; kUnavailable: UCX cannot reach it.
   absl::StatusOr<UcxEndpoint*> Open(const std::string& remote_address);
   static void Retain(UcxEndpoint* endpoint);
   void Release(UcxEndpoint* endpoint);
@@ -186,14 +190,16 @@ class UcxWorker {
   static bool Failed(const UcxEndpoint* endpoint);  // any thread
   // What a HELLO sent on it says after its channel.
   static uint64_t Connection(const UcxEndpoint* endpoint);
-  // Progress thread. Sends message.header and `payload`, which must live until OnSent. OnSent may run
-  // before this returns. `space`: where the payload is; kGpu only if has_gpu_memory(). OnSent(false) then does not mean that
-  // nobody reads it any more: it must stay as it is for as long as the peer could believe what it gets.
+  // Progress thread. Sends message.header and `payload`, which must live until OnSent. OnSent may
+  // run before this returns. `space`: where the payload is; kGpu only if has_gpu_memory().
+  // OnSent(false) then does not mean that nobody reads it any more: it must stay as it is for as
+  // long as the peer could believe what it gets.
   void Send(UcxEndpoint* endpoint, UcxSend& message, std::span<const uint8_t> payload,
             MemorySpace space = MemorySpace::kHost);
 
-  // Of the daemon's end: who may connect. A HELLO with a header that `allow` accepts opens an endpoint to
-  // its sender, which FindPeer returns for (session, channel) until it fails. kInvalidArgument: not called.
+  // Of the daemon's end: who may connect. A HELLO with a header that `allow` accepts opens an
+  // endpoint to its sender, which FindPeer returns for (session, channel) until it fails.
+  // kInvalidArgument: not called.
   using Allow = std::function<absl::Status(const MessageHeader&)>;
   void AcceptPeers(Allow allow);
   // Progress thread. Null if unknown or failed.

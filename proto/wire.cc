@@ -22,19 +22,19 @@ absl::StatusOr<MessageHeader> ParseHeader(std::span<const uint8_t> bytes, Messag
   MessageHeader header;
   std::memcpy(&header, bytes.data(), sizeof(header));
   if (header.magic != kWireMagic) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "message header magic: expected %08x, got %08x", kWireMagic, header.magic));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("message header magic: expected %08x, got %08x", kWireMagic, header.magic));
   }
   if (header.version != kWireVersion) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("message header version: expected %d, got %d: attach again with a client of "
-                        "the daemon's version",
-                        kWireVersion, header.version));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "message header version: expected %d, got %d: attach again with a client of "
+        "the daemon's version",
+        kWireVersion, header.version));
   }
   if (header.type != expected) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("message header type: expected %d, got %d", static_cast<int>(expected),
-                        static_cast<int>(header.type)));
+    return absl::InvalidArgumentError(absl::StrFormat("message header type: expected %d, got %d",
+                                                      static_cast<int>(expected),
+                                                      static_cast<int>(header.type)));
   }
   return header;
 }

@@ -1,7 +1,8 @@
 // Messages of the data plane: fixed-size, little-endian, no pointers, lengths checked before use.
 //
-// A fetch is one request (header + entries) and one reply in pieces of at most kMaxPieceBytes, each a
-// header, a status bitmap of the piece's entries and their items at fixed positions, missing ones zeroed.
+// A fetch is one request (header + entries) and one reply in pieces of at most kMaxPieceBytes, each
+// a header, a status bitmap of the piece's entries and their items at fixed positions, missing ones
+// zeroed.
 // Thread safety: pure functions and plain values. Nothing here trusts its input.
 
 #ifndef LOCKS_KVD_PROTO_WIRE_H_
@@ -23,7 +24,7 @@ static_assert(std::endian::native == std::endian::little, "wire structs are litt
 
 inline constexpr uint32_t kWireMagic = 0x314B564Cu;  // "LVK1"
 inline constexpr uint8_t kWireVersion = 1;
-inline constexpr uint32_t kProtocolVersion = 1;      // of the control plane
+inline constexpr uint32_t kProtocolVersion = 1;  // of the control plane
 inline constexpr size_t kMaxPieceBytes = size_t{4} << 20;
 inline constexpr int kMaxKeysPerCall = 131072;
 
@@ -45,11 +46,11 @@ enum class MessageType : uint16_t {
 inline constexpr int kNumMessageTypes = 6;
 
 enum WireFlags : uint8_t {
-  // Fetch: each entry asks for a slot's header and all its records. Ingest, from another daemon: each item is all
-  // records of a slot.
+  // Fetch: each entry asks for a slot's header and all its records. Ingest, from another daemon:
+  // each item is all records of a slot.
   kFlagSummaries = 1,
-  // Fetch of units, a wish: pieces may be sent from GPU memory into GPU memory. Reply: this piece is. It has no bitmap then:
-  // its `count` units alone, every one of them valid.
+  // Fetch of units, a wish: pieces may be sent from GPU memory into GPU memory. Reply: this piece
+  // is. It has no bitmap then: its `count` units alone, every one of them valid.
   kFlagGpuMemory = 2,
 };
 
@@ -70,9 +71,9 @@ struct MessageHeader {
   MessageType type = MessageType::kFetch;
   Incarnation incarnation = {};
   SessionToken session = {};
-  uint64_t request = 0;      // chosen by the sender; the answer repeats it
-  uint32_t count = 0;        // entries in this message
-  uint16_t piece = 0;        // reply: index of the piece; request: 0
+  uint64_t request = 0;  // chosen by the sender; the answer repeats it
+  uint32_t count = 0;    // entries in this message
+  uint16_t piece = 0;    // reply: index of the piece; request: 0
   WireStatus status = WireStatus::kOk;
   uint32_t first_entry = 0;  // reply: index in the request of the piece's first entry
   uint32_t deadline_us = 0;  // request: time left when it was sent
@@ -88,7 +89,8 @@ struct FetchEntry {
 };
 static_assert(sizeof(FetchEntry) == 16);
 
-// One unit of an ingest; the units follow the entries in the same order. With kFlagSummaries layer and head are 0.
+// One unit of an ingest; the units follow the entries in the same order. With kFlagSummaries layer
+// and head are 0.
 struct IngestEntry {
   uint64_t ticket;
   uint16_t layer;
@@ -100,8 +102,8 @@ static_assert(sizeof(IngestEntry) == 16);
 // Copies and checks a header: magic, version, type, exact length. kInvalidArgument names the field.
 absl::StatusOr<MessageHeader> ParseHeader(std::span<const uint8_t> bytes, MessageType expected);
 
-// Bytes of the status bitmap of `count` entries, padded so that items start 64-byte aligned in a piece
-// that is itself 64-byte aligned.
+// Bytes of the status bitmap of `count` entries, padded so that items start 64-byte aligned in a
+// piece that is itself 64-byte aligned.
 constexpr size_t BitmapBytes(size_t count) { return (count + 511) / 512 * 64; }
 
 // Entries that fit a piece of items of `item_bytes`; at least 1.

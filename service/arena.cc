@@ -25,7 +25,8 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Make(ArenaOptions options) {
   if (const char* problem = Problem(options.geometry); problem != nullptr) {
     return absl::InvalidArgumentError(absl::StrCat(ArenaName(options), ": geometry: ", problem));
   }
-  if (const char* problem = options.place.on_gpu() ? GpuProblem(options.geometry) : nullptr; problem != nullptr) {
+  if (const char* problem = options.place.on_gpu() ? GpuProblem(options.geometry) : nullptr;
+      problem != nullptr) {
     return absl::InvalidArgumentError(absl::StrCat(ArenaName(options), ": geometry: ", problem));
   }
   if ((options.encoder == Encoder::kE1S) == options.metric.empty()) {
@@ -42,7 +43,8 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Make(ArenaOptions options) {
         ArenaName(options), slot.slot_bytes() + slot.summary_bytes(), options.bytes));
   }
   absl::StatusOr<std::unique_ptr<ArenaMemory>> memory =
-      options.place.on_gpu() ? ArenaMemory::MakeGpu(shape, options.place.gpu) : ArenaMemory::MakeShared(shape);
+      options.place.on_gpu() ? ArenaMemory::MakeGpu(shape, options.place.gpu)
+                             : ArenaMemory::MakeShared(shape);
   if (!memory.ok()) return Annotate(memory.status(), ArenaName(options));
   std::unique_ptr<Arena> arena(new Arena(std::move(options), *std::move(memory)));
   if (const absl::Status started = arena->Start(); !started.ok()) {
@@ -85,9 +87,11 @@ absl::Status Arena::Start() {
   const PageStore::RecordsWrite of_canary = {kCanarySlot, records};
   store_->WriteRecords({&of_canary, 1});
   std::vector<PageStore::Gone> empty;
-  for (uint32_t slot = kCanarySlot + 1; slot < memory_->shape().num_slots; ++slot) empty.push_back({slot, 1});
+  for (uint32_t slot = kCanarySlot + 1; slot < memory_->shape().num_slots; ++slot)
+    empty.push_back({slot, 1});
   store_->PublishGone(empty);
-  store_->PublishSealed(kCanarySlot, kCanaryGeneration, PageKey{}, Checksum64(records, record_bytes));
+  store_->PublishSealed(kCanarySlot, kCanaryGeneration, PageKey{},
+                        Checksum64(records, record_bytes));
   return absl::OkStatus();
 }
 
@@ -139,7 +143,8 @@ absl::Status Arena::CheckUnit(int layer, int head) const {
 
 absl::StatusOr<ReservationPin> Arena::PinReservation(SessionId session, Ticket ticket) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  KVD_CHECK(unpublished_.empty());  // whoever evicted a slot told its readers before it could be written
+  KVD_CHECK(
+      unpublished_.empty());  // whoever evicted a slot told its readers before it could be written
   Reservation* reservation = FindReservationLocked(session, ticket);
   const bool sealed = reservation == nullptr && IsSealedTicketLocked(session, ticket);
   if (sealed || (reservation != nullptr && reservation->sealing)) {

@@ -1,10 +1,10 @@
 // The memory of one tenant and model: pages, records, headers, and the private truth about them.
 //
 // The daemon's truth (page table, generations, leases) is in this process's private memory; headers
-// are a copy that is published for readers and never read back. Who touches bytes, in host memory or on a
-// GPU, is the PageStore. Thread safety: safe. Locks are held for table work and while evicted pages'
-// headers turn odd, never while bytes are copied: a writer holds a ReservationPin instead, and a reader's
-// copy is proved by the generation.
+// are a copy that is published for readers and never read back. Who touches bytes, in host memory
+// or on a GPU, is the PageStore. Thread safety: safe. Locks are held for table work and while
+// evicted pages' headers turn odd, never while bytes are copied: a writer holds a ReservationPin
+// instead, and a reader's copy is proved by the generation.
 
 #ifndef LOCKS_KVD_SERVICE_ARENA_H_
 #define LOCKS_KVD_SERVICE_ARENA_H_
@@ -261,8 +261,8 @@ class Arena {
   // Ends the session's leases of those locations that are still there.
   absl::Status Release(SessionId session, std::span<const PageLocation> locations);
 
-  // What was evicted of pages that the session had released; each is told once. Empty if the session
-  // has ended.
+  // What was evicted of pages that the session had released; each is told once. Empty if the
+  // session has ended.
   static constexpr size_t kMaxEvictionsKept = 4096;
   Evictions TakeEvictions(SessionId session);
 
@@ -270,8 +270,9 @@ class Arena {
 
   // Every sealed page but the canary.
   std::vector<SealedCopy> SealedPages() const;
-  // Keeps those of the pages that are still there from being evicted until EndCopying, which leaves their turn
-  // in the order of eviction as it was. True for each that is kept. One caller at a time.
+  // Keeps those of the pages that are still there from being evicted until EndCopying, which leaves
+  // their turn in the order of eviction as it was. True for each that is kept. One caller at a
+  // time.
   std::vector<bool> BeginCopying(std::span<const SealedCopy> pages);
   void EndCopying();
   // Frees the slots of those pages that nobody leases and no quarantine holds; returns how many.
@@ -407,7 +408,7 @@ class Arena {
   std::vector<PageStore::Gone> unpublished_;                // evicted under this hold of the mutex
   // Slots that are being copied, with the end of their last lease if nobody held them.
   std::vector<std::pair<uint32_t, std::optional<absl::Duration>>> copying_;
-  std::vector<absl::Duration> leased_since_;                // [num_slots] of leased slots
+  std::vector<absl::Duration> leased_since_;  // [num_slots] of leased slots
   uint32_t next_serial_ = 1;
   ArenaStats counters_;
 };

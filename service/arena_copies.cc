@@ -50,7 +50,8 @@ std::vector<SealedCopy> Arena::SealedPages() const {
   std::vector<SealedCopy> sealed;
   for (uint32_t slot = kCanarySlot + 1; slot < pages_.num_slots();) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const uint32_t end = std::min(pages_.num_slots(), slot + kSlotsPerHold); slot < end; ++slot) {
+    for (const uint32_t end = std::min(pages_.num_slots(), slot + kSlotsPerHold); slot < end;
+         ++slot) {
       const PageTable::Slot& s = pages_.slot(slot);
       if (s.state != SlotState::kSealed) continue;
       sealed.push_back({{slot, s.generation}, s.page, s.page_idx, s.word});

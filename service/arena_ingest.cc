@@ -49,7 +49,8 @@ void Arena::EvictLocked(uint32_t slot) {
   unpublished_.push_back({slot, pages_.Evict(slot)});
 }
 
-// The headers turn odd before any byte of the slots can change: whoever writes one takes the mutex after this.
+// The headers turn odd before any byte of the slots can change: whoever writes one takes the mutex
+// after this.
 void Arena::PublishEvictedLocked() {
   if (unpublished_.empty()) return;
   store_->PublishGone(unpublished_);
@@ -259,8 +260,9 @@ absl::StatusOr<SealOutcome> Arena::FinishSeal(SessionId session, uint32_t slot,
   Reservation& reservation = *reservations_[slot];
   uint64_t generation = 0;
   if (!reservation.over && summary_checksum.ok()) {
-    // Without the lock: on a GPU that another process keeps busy this takes milliseconds. While the reservation is being
-    // sealed nobody writes or frees the slot; and nobody is told the generation before the table has it.
+    // Without the lock: on a GPU that another process keeps busy this takes milliseconds. While the
+    // reservation is being sealed nobody writes or frees the slot; and nobody is told the
+    // generation before the table has it.
     generation = pages_.slot(slot).generation + 1;
     const PageKey key = pages_.slot(slot).page.key;
     lock.unlock();

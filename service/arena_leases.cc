@@ -127,8 +127,9 @@ absl::StatusOr<MatchOutcome> Arena::MatchPages(SessionId session, uint64_t reque
                                                std::span<const PageKey> keys,
                                                std::span<const uint32_t> shards, bool each) {
   const auto* bytes = reinterpret_cast<const char*>(keys.data());
-  const uint64_t list_hash = absl::HashOf(absl::string_view(bytes, keys.size() * sizeof(PageKey)),
-                                          std::vector<uint32_t>(shards.begin(), shards.end()), each);
+  const uint64_t list_hash =
+      absl::HashOf(absl::string_view(bytes, keys.size() * sizeof(PageKey)),
+                   std::vector<uint32_t>(shards.begin(), shards.end()), each);
   const std::optional<uint32_t> earlier = FindRecent(session, request_id, list_hash);
   const size_t limit = earlier.has_value() && !each ? *earlier : keys.size();
   MatchOutcome outcome;

@@ -148,7 +148,8 @@ absl::StatusOr<std::string> MoverTenant(const PeerIdentity& peer,
                      ": only another daemon brings copies of pages"));
   }
   if (!requested_tenant.empty()) return std::string(requested_tenant);
-  return absl::InvalidArgumentError("tenant: expected a name, got nothing: a mover names the tenant");
+  return absl::InvalidArgumentError(
+      "tenant: expected a name, got nothing: a mover names the tenant");
 }
 
 absl::Status CheckAdmin(const PeerIdentity& peer) {

@@ -36,11 +36,10 @@ bool IsNotThereYet(const absl::Status& status) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Make(const DaemonConfig& config,
-                                                       const std::string& control_address,
-                                                       std::vector<std::shared_ptr<Arena>> arenas,
-                                                       std::shared_ptr<const CommunicatorLibrary> nccl,
-                                                       MoveCounters* counters) {
+absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Make(
+    const DaemonConfig& config, const std::string& control_address,
+    std::vector<std::shared_ptr<Arena>> arenas, std::shared_ptr<const CommunicatorLibrary> nccl,
+    MoveCounters* counters) {
   std::unique_ptr<Cluster> cluster(new Cluster());
   cluster->arenas_ = std::move(arenas);
   cluster->counters_ = counters;
@@ -71,18 +70,23 @@ absl::Status Cluster::Join() {
     spdlog::info("members_changed version={} members={}", view->version, view->members.size());
   };
   callbacks.on_problem = [](const absl::Status& problem) {
-    spdlog::warn("members_problem reason={} do=\"the last view stays\"", LogQuote(problem.message()));
+    spdlog::warn("members_problem reason={} do=\"the last view stays\"",
+                 LogQuote(problem.message()));
   };
-  KVD_ASSIGN_OR_RETURN(auto membership, Membership::Make(membership_options_, std::move(callbacks)));
+  KVD_ASSIGN_OR_RETURN(auto membership,
+                       Membership::Make(membership_options_, std::move(callbacks)));
   const auto view = membership->View();
   bool is_member = false;
-  for (const Member& member : view->members) is_member = is_member || member.name == migrator_options_.self;
-  spdlog::info("members_known version={} members={} self={} member={}", view->version, view->members.size(),
-               LogQuote(migrator_options_.self), is_member);
+  for (const Member& member : view->members)
+    is_member = is_member || member.name == migrator_options_.self;
+  spdlog::info("members_known version={} members={} self={} member={}", view->version,
+               view->members.size(), LogQuote(migrator_options_.self), is_member);
   if (!is_member) {
-    spdlog::warn("not_a_member self={} do=\"set cluster.name to this daemon's name in the list; pages are not "
-                 "rebalanced until it is there\"",
-                 LogQuote(migrator_options_.self));
+    spdlog::warn(
+        "not_a_member self={} do=\"set cluster.name to this daemon's name in the list; pages are "
+        "not "
+        "rebalanced until it is there\"",
+        LogQuote(migrator_options_.self));
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (stopping_) return absl::OkStatus();

@@ -24,14 +24,13 @@ namespace kvd {
 
 class Cluster {
  public:
-  // Starts. A source that is not there yet (a file, a DNS name) is waited for in the background; other problems are
-  // kInvalidArgument. `control_address`: with the real port. `nccl`: null if
+  // Starts. A source that is not there yet (a file, a DNS name) is waited for in the background;
+  // other problems are kInvalidArgument. `control_address`: with the real port. `nccl`: null if
   // there is none. `counters` must outlive it.
-  static absl::StatusOr<std::unique_ptr<Cluster>> Make(const locks_kvd::v1::DaemonConfig& config,
-                                                       const std::string& control_address,
-                                                       std::vector<std::shared_ptr<Arena>> arenas,
-                                                       std::shared_ptr<const CommunicatorLibrary> nccl,
-                                                       MoveCounters* counters);
+  static absl::StatusOr<std::unique_ptr<Cluster>> Make(
+      const locks_kvd::v1::DaemonConfig& config, const std::string& control_address,
+      std::vector<std::shared_ptr<Arena>> arenas, std::shared_ptr<const CommunicatorLibrary> nccl,
+      MoveCounters* counters);
   ~Cluster();
 
   // See Migrator::Drain. Without a view of the pool every page is left.

@@ -174,7 +174,8 @@ void CheckArenaBytes(const std::string& at, const ArenaConfig& arena, Problems* 
                 absl::StrCat(arena.bytes()), "one slot is the canary's, so two are the least");
 }
 
-// Whether such a GPU is there is seen when the daemon starts: a configuration can be checked elsewhere.
+// Whether such a GPU is there is seen when the daemon starts: a configuration can be checked
+// elsewhere.
 void CheckGpus(const DaemonConfig& config, Problems* problems) {
   int first = -1;
   for (int i = 0; i < config.arenas_size(); ++i) {
@@ -182,12 +183,14 @@ void CheckGpus(const DaemonConfig& config, Problems* problems) {
     if (!arena.has_gpu()) continue;
     const std::string field = absl::StrFormat("arenas[%d].gpu", i);
     if (!kBuiltWithCuda) {
-      problems->Add(field, "no GPU, because this locks-kvd was built without CUDA", absl::StrCat(arena.gpu()),
+      problems->Add(field, "no GPU, because this locks-kvd was built without CUDA",
+                    absl::StrCat(arena.gpu()),
                     "leave it out for host memory, or use a build with CUDA");
     } else if (arena.gpu() < 0) {
       problems->Add(field, "0 or more", absl::StrCat(arena.gpu()), "leave it out for host memory");
     } else if (first >= 0 && arena.gpu() != config.arenas(first).gpu()) {
-      problems->Add(field, absl::StrFormat("%d, as arenas[%d] has", config.arenas(first).gpu(), first),
+      problems->Add(field,
+                    absl::StrFormat("%d, as arenas[%d] has", config.arenas(first).gpu(), first),
                     absl::StrCat(arena.gpu()), "run a daemon for each GPU");
     }
     if (first < 0) first = i;
@@ -251,23 +254,28 @@ void CheckTimesAndLimits(const DaemonConfig& config, Problems* problems) {
 void CheckCluster(const DaemonConfig& config, Problems* problems) {
   if (!config.has_cluster()) return;
   const auto& cluster = config.cluster();
-  const int sources = (cluster.members().empty() ? 0 : 1) + (cluster.members_file().empty() ? 0 : 1) +
+  const int sources = (cluster.members().empty() ? 0 : 1) +
+                      (cluster.members_file().empty() ? 0 : 1) +
                       (cluster.members_dns().empty() ? 0 : 1);
   if (sources != 1) {
     problems->Add("cluster", "one of members, members_file and members_dns", absl::StrCat(sources),
                   "say in one way who the members are");
   }
-  problems->Range("cluster.replicas", cluster.replicas(), 1, 2, "choose 1, or 2 for a copy of every page");
+  problems->Range("cluster.replicas", cluster.replicas(), 1, 2,
+                  "choose 1, or 2 for a copy of every page");
   problems->Range("cluster.poll_ms", cluster.poll_ms(), 100, 3600000, "choose seconds");
-  problems->Range("cluster.moved_grace_ms", cluster.moved_grace_ms(), 1, 3600000, "choose a minute or so");
+  problems->Range("cluster.moved_grace_ms", cluster.moved_grace_ms(), 1, 3600000,
+                  "choose a minute or so");
   if (cluster.has_nccl()) {
     // Less than the time after which an idle reservation is given up.
-    problems->Range("cluster.nccl.watchdog_ms", cluster.nccl().watchdog_ms(), 100, 30000, "10000 is the default");
+    problems->Range("cluster.nccl.watchdog_ms", cluster.nccl().watchdog_ms(), 100, 30000,
+                    "10000 is the default");
     problems->Range("cluster.nccl.min_bytes", cluster.nccl().min_bytes(), 1, uint64_t{1} << 40,
                     "67108864 is the default");
   }
   if (!config.data().ucx()) {
-    problems->Add("cluster", "data.ucx true, because pages travel by it", "false", "set data.ucx or leave cluster out");
+    problems->Add("cluster", "data.ucx true, because pages travel by it", "false",
+                  "set data.ucx or leave cluster out");
   }
   if (cluster.members().empty()) return;
   std::vector<Member> members;

@@ -106,9 +106,8 @@ absl::StatusOr<std::unique_ptr<DataPlane>> DataPlane::Make(
 
 DataPlane::~DataPlane() = default;
 
-absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config,
-                                 SessionTable* sessions, Metrics* metrics,
-                                 Slowlog* slowlog) {
+absl::Status DataPlane::StartUcx(const locks_kvd::v1::DaemonConfig& config, SessionTable* sessions,
+                                 Metrics* metrics, Slowlog* slowlog) {
   UcxOptions options = UcxOptionsOf(config);
   options.read_from_sender = true;
   options.gpu = gpu_;
@@ -148,7 +147,8 @@ PathOffers DataPlane::Offers() const {
     offers.peer->set_socket_path(socket_path_);
     offers.peer->set_host_id(host_id_);
     offers.peer->set_gpu_uuid(gpu_uuid_);
-    offers.report.push_back(absl::StrCat("peer: yes: GPU ", gpu_, " ", gpu_uuid_, " by ", socket_path_));
+    offers.report.push_back(
+        absl::StrCat("peer: yes: GPU ", gpu_, " ", gpu_uuid_, " by ", socket_path_));
   }
   if (all_on_gpu_) {
     offers.report.push_back("shared: no: every arena has a gpu");

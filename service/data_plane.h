@@ -31,8 +31,8 @@ class DataPlane {
   // `sessions`, `metrics` and `slowlog` outlive it.
   static absl::StatusOr<std::unique_ptr<DataPlane>> Make(const locks_kvd::v1::DaemonConfig& config,
                                                          uint16_t control_port,
-                                                         SessionTable* sessions,
-                                                         Metrics* metrics, Slowlog* slowlog);
+                                                         SessionTable* sessions, Metrics* metrics,
+                                                         Slowlog* slowlog);
   ~DataPlane();
 
   PathOffers Offers() const;

@@ -7,12 +7,14 @@
 
 namespace kvd {
 
-absl::StatusOr<std::unique_ptr<DescriptorServer>> DescriptorServer::Make(const std::string& socket_path,
-                                                                         const SessionTable* sessions) {
+absl::StatusOr<std::unique_ptr<DescriptorServer>> DescriptorServer::Make(
+    const std::string& socket_path, const SessionTable* sessions) {
   auto lookup = [sessions](const DescriptorRequest& request) -> absl::StatusOr<std::vector<int>> {
-    KVD_ASSIGN_OR_RETURN(const SessionHandle session, sessions->Find(request.session, request.incarnation));
+    KVD_ASSIGN_OR_RETURN(const SessionHandle session,
+                         sessions->Find(request.session, request.incarnation));
     std::vector<int> descriptors;
-    for (const UniqueFd& fd : session.arena->memory().descriptors()) descriptors.push_back(fd.get());
+    for (const UniqueFd& fd : session.arena->memory().descriptors())
+      descriptors.push_back(fd.get());
     return descriptors;
   };
   KVD_ASSIGN_OR_RETURN(auto listener, DescriptorListener::Make(socket_path, std::move(lookup)));

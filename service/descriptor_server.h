@@ -1,7 +1,7 @@
 // Hands an arena's memory descriptors to workers of the same host that are attached to it.
 //
-// Why a session token and not the peer's uid: user namespaces make uids meaningless (operations 6.2); the
-// socket's mode and directory keep strangers out, the token says which arena.
+// Why a session token and not the peer's uid: user namespaces make uids meaningless (operations
+// 6.2); the socket's mode and directory keep strangers out, the token says which arena.
 // Thread safety: safe.
 
 #ifndef LOCKS_KVD_SERVICE_DESCRIPTOR_SERVER_H_
@@ -27,7 +27,8 @@ class DescriptorServer {
   uint64_t num_malformed() const { return listener_->num_malformed(); }
 
  private:
-  explicit DescriptorServer(std::unique_ptr<DescriptorListener> listener) : listener_(std::move(listener)) {}
+  explicit DescriptorServer(std::unique_ptr<DescriptorListener> listener)
+      : listener_(std::move(listener)) {}
   std::unique_ptr<DescriptorListener> listener_;
 };
 

@@ -1,4 +1,5 @@
-// A queue in which the owners of items take turns, so that one with many items does not keep another waiting.
+// A queue in which the owners of items take turns, so that one with many items does not keep
+// another waiting.
 //
 // Thread safety: compatible. Owners are few (tenants); one without items is forgotten.
 
@@ -26,8 +27,8 @@ class FairQueue {
     lanes_.push_back({owner, {std::move(item)}});
   }
 
-  // The first item that `may_go`, of the owner whose turn it is: that owner's turn comes last from then on. nullopt
-  // if no item may go.
+  // The first item that `may_go`, of the owner whose turn it is: that owner's turn comes last from
+  // then on. nullopt if no item may go.
   template <typename MayGo>
   std::optional<T> Pop(MayGo may_go) {
     for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {

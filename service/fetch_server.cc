@@ -18,10 +18,12 @@ namespace {
 
 using Steady = std::chrono::steady_clock;
 
-// Pieces are this large rather than kMaxPieceBytes: the gathered bytes are still in the cache when the
-// network copies them, and the gather of one piece overlaps the sending of the last (bench/fetch_bench).
+// Pieces are this large rather than kMaxPieceBytes: the gathered bytes are still in the cache when
+// the network copies them, and the gather of one piece overlaps the sending of the last
+// (bench/fetch_bench).
 constexpr size_t kPieceBytes = size_t{256} << 10;
-// Out of a GPU a piece costs a launch and a wait for it (15 us or so) besides its bytes, and comes to no cache.
+// Out of a GPU a piece costs a launch and a wait for it (15 us or so) besides its bytes, and comes
+// to no cache.
 constexpr size_t kGpuPieceBytes = size_t{1} << 20;
 constexpr size_t kNumBuffers = 32;
 constexpr size_t kBuffersPerSession = 8;
@@ -30,7 +32,8 @@ constexpr size_t kMaxJobs = 256;
 constexpr size_t kBuffersPerTenant = kNumBuffers / 4 * 3;
 constexpr size_t kJobsPerTenant = kMaxJobs / 4 * 3;
 constexpr size_t kMaxRefusals = 64;
-// A peer that has not taken its answer this long after its own deadline is cut off, its session with it.
+// A peer that has not taken its answer this long after its own deadline is cut off, its session
+// with it.
 constexpr auto kGrace = std::chrono::seconds(2);
 constexpr auto kMaxDeadline = std::chrono::seconds(60);
 
@@ -44,9 +47,15 @@ absl::Duration Since(Steady::time_point start) { return absl::FromChrono(Steady:
 
 class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
  public:
-  Impl(UcxWorker* worker, SessionTable* sessions, const FetchLimits& limits, FetchObserver* observer)
-      : worker_(worker), sessions_(sessions), limits_(limits), observer_(observer), jobs_(kMaxJobs),
-        refusals_(kMaxRefusals), buffers_(kNumBuffers) {
+  Impl(UcxWorker* worker, SessionTable* sessions, const FetchLimits& limits,
+       FetchObserver* observer)
+      : worker_(worker),
+        sessions_(sessions),
+        limits_(limits),
+        observer_(observer),
+        jobs_(kMaxJobs),
+        refusals_(kMaxRefusals),
+        buffers_(kNumBuffers) {
     for (Job& job : jobs_) {
       job.server = this;
       free_jobs_.push_back(&job);
@@ -84,9 +93,9 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
     uint64_t reply_bytes = 0;
     Steady::time_point arrived;
     Steady::time_point deadline;
-    size_t next = 0;      // first entry that is not sent yet
-    uint16_t piece = 0;   // its piece
-    uint32_t sending = 0;  // pieces on their way
+    size_t next = 0;        // first entry that is not sent yet
+    uint16_t piece = 0;     // its piece
+    uint32_t sending = 0;   // pieces on their way
     bool from_gpu = false;  // pieces are sent from GPU memory while every unit is there
     FetchEvent event;
 
@@ -110,15 +119,18 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
     void OnSent(bool) override { server->OnRefusalSent(*this); }
   };
 
-  WireStatus Check(const MessageHeader& header, size_t payload_bytes, const SessionHandle& session) const;
-  void Refuse(UcxEndpoint* peer, const MessageHeader& request, WireStatus status, SessionId session);
+  WireStatus Check(const MessageHeader& header, size_t payload_bytes,
+                   const SessionHandle& session) const;
+  void Refuse(UcxEndpoint* peer, const MessageHeader& request, WireStatus status,
+              SessionId session);
   void OnEntries(Job& job, bool ok);
   void OnPieceSent(Buffer& buffer, bool ok);
   void OnRefusalSent(Refusal& refusal);
   void SendPiece(Job& job, Buffer& buffer);
   size_t GatherPiece(Job& job, size_t count, uint8_t* piece);
   bool SendFromGpu(Job& job, Buffer& buffer);
-  void SendReply(Job& job, Buffer& buffer, size_t count, std::span<const uint8_t> piece, MemorySpace space);
+  void SendReply(Job& job, Buffer& buffer, size_t count, std::span<const uint8_t> piece,
+                 MemorySpace space);
   void Finish(Job& job, WireStatus status);
   void CutOffSilentPeers();
   bool HasBufferFor(const Job& job) const;
@@ -142,10 +154,12 @@ class FetchServer::Impl final : public UcxReceiver, public UcxPoller {
   Steady::time_point awake_since_ = last_cut_;
 };
 
-// kOk if the request may be queued. Nothing in it is trusted; its entries are checked when they are here.
+// kOk if the request may be queued. Nothing in it is trusted; its entries are checked when they are
+// here.
 WireStatus FetchServer::Impl::Check(const MessageHeader& header, size_t payload_bytes,
                                     const SessionHandle& session) const {
-  if ((header.flags & ~(kFlagSummaries | kFlagGpuMemory)) != 0 || header.count == 0 || header.piece != 0) {
+  if ((header.flags & ~(kFlagSummaries | kFlagGpuMemory)) != 0 || header.count == 0 ||
+      header.piece != 0) {
     return WireStatus::kInvalid;
   }
   if (payload_bytes != size_t{header.count} * sizeof(FetchEntry)) return WireStatus::kInvalid;
@@ -174,7 +188,8 @@ void FetchServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& paylo
     return;
   }
   if (!session.ok()) return Refuse(peer, header, WireStatus::kAborted, SessionId{});
-  if (const WireStatus status = Check(header, payload.bytes(), *session); status != WireStatus::kOk) {
+  if (const WireStatus status = Check(header, payload.bytes(), *session);
+      status != WireStatus::kOk) {
     return Refuse(peer, header, status, session->id);
   }
   Job& job = *free_jobs_.back();
@@ -189,8 +204,8 @@ void FetchServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& paylo
   job.allowed.resize(header.count);
   job.reply_bytes = header.count * job.item_bytes();
   job.arrived = Steady::now();
-  job.deadline =
-      job.arrived + std::min<Steady::duration>(std::chrono::microseconds(header.deadline_us), kMaxDeadline);
+  job.deadline = job.arrived + std::min<Steady::duration>(
+                                   std::chrono::microseconds(header.deadline_us), kMaxDeadline);
   job.next = 0;
   job.piece = 0;
   job.sending = 0;
@@ -202,7 +217,7 @@ void FetchServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& paylo
 }
 
 void FetchServer::Impl::Refuse(UcxEndpoint* peer, const MessageHeader& request, WireStatus status,
-                                SessionId session) {
+                               SessionId session) {
   if (status == WireStatus::kInvalid) num_malformed_.fetch_add(1, std::memory_order_relaxed);
   if (status == WireStatus::kExhausted) num_refused_.fetch_add(1, std::memory_order_relaxed);
   if (observer_ != nullptr) {
@@ -235,7 +250,8 @@ void FetchServer::Impl::OnRefusalSent(Refusal& refusal) {
 
 void FetchServer::Impl::OnEntries(Job& job, bool ok) {
   if (!ok) return Finish(job, WireStatus::kUnavailable);
-  const absl::Status checked = job.session.arena->CheckFetch(job.session.id, job.entries, job.allowed);
+  const absl::Status checked =
+      job.session.arena->CheckFetch(job.session.id, job.entries, job.allowed);
   if (checked.ok()) {
     ready_.Push(job.session.arena->tenant(), &job);
     return;
@@ -290,7 +306,8 @@ bool FetchServer::Impl::Poll() {
   return true;
 }
 
-// Copies `count` items of `job` from entry job.next on behind a bitmap. Returns the number of valid ones.
+// Copies `count` items of `job` from entry job.next on behind a bitmap. Returns the number of valid
+// ones.
 size_t FetchServer::Impl::GatherPiece(Job& job, size_t count, uint8_t* piece) {
   const PageStore& store = job.session.arena->store();
   const size_t item_bytes = job.item_bytes();
@@ -329,7 +346,8 @@ void FetchServer::Impl::SendPiece(Job& job, Buffer& buffer) {
   const size_t item_bytes = job.item_bytes();
   const PageStore& store = job.session.arena->store();
   const size_t piece_bytes = store.place().on_gpu() ? kGpuPieceBytes : kPieceBytes;
-  const size_t count = std::min(job.entries.size() - job.next, std::max<size_t>(piece_bytes / item_bytes, 1));
+  const size_t count =
+      std::min(job.entries.size() - job.next, std::max<size_t>(piece_bytes / item_bytes, 1));
   const size_t bytes = BitmapBytes(count) + count * item_bytes;
   if (job.next == 0) job.event.queued = Since(job.arrived);
   if (job.from_gpu && SendFromGpu(job, buffer)) return;
@@ -339,8 +357,8 @@ void FetchServer::Impl::SendPiece(Job& job, Buffer& buffer) {
   SendReply(job, buffer, count, {piece, bytes}, MemorySpace::kHost);
 }
 
-// A piece of valid units alone, from the arena's GPU memory. False, and nothing is sent: a unit is missing, or there is no
-// memory for it; a piece from host memory can say so.
+// A piece of valid units alone, from the arena's GPU memory. False, and nothing is sent: a unit is
+// missing, or there is no memory for it; a piece from host memory can say so.
 bool FetchServer::Impl::SendFromGpu(Job& job, Buffer& buffer) {
   const PageStore& store = job.session.arena->store();
   const size_t unit_bytes = job.item_bytes();
@@ -350,7 +368,8 @@ bool FetchServer::Impl::SendFromGpu(Job& job, Buffer& buffer) {
   reads_.clear();
   for (size_t i = 0; i < count; ++i) {
     const FetchEntry& entry = job.entries[job.next + i];
-    if (job.allowed[job.next + i] != 0 && entry.generation % 2 == 0) reads_.push_back({entry, piece + i * unit_bytes});
+    if (job.allowed[job.next + i] != 0 && entry.generation % 2 == 0)
+      reads_.push_back({entry, piece + i * unit_bytes});
   }
   valid_.assign(count, 0);
   if (reads_.size() == count) store.ReadUnits(reads_, valid_);
@@ -364,11 +383,13 @@ bool FetchServer::Impl::SendFromGpu(Job& job, Buffer& buffer) {
   return true;
 }
 
-void FetchServer::Impl::SendReply(Job& job, Buffer& buffer, size_t count, std::span<const uint8_t> piece,
-                                  MemorySpace space) {
+void FetchServer::Impl::SendReply(Job& job, Buffer& buffer, size_t count,
+                                  std::span<const uint8_t> piece, MemorySpace space) {
   job.event.bytes += piece.size();
   buffer.header = job.request;
-  buffer.header.flags = space == MemorySpace::kGpu ? uint8_t{kFlagGpuMemory} : static_cast<uint8_t>(job.request.flags & kFlagSummaries);
+  buffer.header.flags = space == MemorySpace::kGpu
+                            ? uint8_t{kFlagGpuMemory}
+                            : static_cast<uint8_t>(job.request.flags & kFlagSummaries);
   buffer.header.type = MessageType::kFetchReply;
   buffer.header.count = static_cast<uint32_t>(count);
   buffer.header.piece = job.piece++;
@@ -384,14 +405,16 @@ void FetchServer::Impl::OnPieceSent(Buffer& buffer, bool ok) {
   Job& job = *std::exchange(buffer.job, nullptr);
   free_buffers_.push_back(&buffer);
   if (buffer.exportable != nullptr) {
-    // Whose send failed may still read it: a client believes nothing that came after its deadline, which is no later than
-    // the job's, and only then may other bytes be in there (guarantee G1).
-    job.session.arena->store().GiveExportable(std::exchange(buffer.exportable, nullptr),
-                                              ok ? Steady::time_point::min() : job.deadline + kGrace);
+    // Whose send failed may still read it: a client believes nothing that came after its deadline,
+    // which is no later than the job's, and only then may other bytes be in there (guarantee G1).
+    job.session.arena->store().GiveExportable(
+        std::exchange(buffer.exportable, nullptr),
+        ok ? Steady::time_point::min() : job.deadline + kGrace);
   }
   if (!ok && job.event.status == WireStatus::kOk) job.event.status = WireStatus::kUnavailable;
   --job.sending;
-  const bool queued = job.next < job.entries.size();  // then it is in ready_, which looks at the endpoint
+  const bool queued =
+      job.next < job.entries.size();  // then it is in ready_, which looks at the endpoint
   if (job.sending == 0 && !queued) Finish(job, job.event.status);
 }
 

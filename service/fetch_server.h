@@ -1,12 +1,15 @@
-// Answers fetches that come over UCX: checks the session, its leases and every bound, gathers the units
-// into staging memory, and sends them in pieces, in the order of the request.
+// Answers fetches that come over UCX: checks the session, its leases and every bound, gathers the
+// units into staging memory, and sends them in pieces, in the order of the request.
 //
-// Why staging: the arena itself is never handed to UCX, so no peer ever gets a key to it; and one message
-// of many units costs what one message costs. A piece is gathered while the one before it travels.
-// Right because: the generation is checked after the copy (PageStore), and what is sent is the copy.
-// Thread safety: made, destroyed and asked for figures from any thread; the work is on the progress thread.
-// Limits: bytes in flight and staging buffers are bounded for each session and in all; a peer that does not
-// take its answer is cut off, so it cannot starve others (guarantee G6).
+// Why staging: the arena itself is never handed to UCX, so no peer ever gets a key to it; and one
+// message of many units costs what one message costs. A piece is gathered while the one before it
+// travels.
+// Right because: the generation is checked after the copy (PageStore), and what is sent is the
+// copy.
+// Thread safety: made, destroyed and asked for figures from any thread; the work is on the progress
+// thread.
+// Limits: bytes in flight and staging buffers are bounded for each session and in all; a peer that
+// does not take its answer is cut off, so it cannot starve others (guarantee G6).
 
 #ifndef LOCKS_KVD_SERVICE_FETCH_SERVER_H_
 #define LOCKS_KVD_SERVICE_FETCH_SERVER_H_

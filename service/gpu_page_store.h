@@ -1,8 +1,9 @@
-// A PageStore in a GPU's memory: every operation is a few launches on a stream of its own and a wait for them.
+// A PageStore in a GPU's memory: every operation is a few launches on a stream of its own and a
+// wait for them.
 //
-// Why it waits: the caller's next step (a reply, a seal, letting somebody write the slot) depends on it, and the wait is
-// what orders it for readers on any GPU (kernels/arena_io.h). Operations of several threads run beside each other, each
-// on a lane of its own.
+// Why it waits: the caller's next step (a reply, a seal, letting somebody write the slot) depends
+// on it, and the wait is what orders it for readers on any GPU (kernels/arena_io.h). Operations of
+// several threads run beside each other, each on a lane of its own.
 // Built with KVD_CUDA only. See page_store.h for contract, thread safety and errors.
 
 #ifndef LOCKS_KVD_SERVICE_GPU_PAGE_STORE_H_
@@ -20,13 +21,15 @@ namespace kvd {
 
 class GpuPageStore final : public PageStore {
  public:
-  // Packs the metric, if there is one, and takes the memory that every operation needs. kResourceExhausted,
-  // kFailedPrecondition: the GPU or the host has no room for it.
-  static absl::StatusOr<std::unique_ptr<PageStore>> Make(const ArenaMemory& memory, const RecordRecipe& recipe);
+  // Packs the metric, if there is one, and takes the memory that every operation needs.
+  // kResourceExhausted, kFailedPrecondition: the GPU or the host has no room for it.
+  static absl::StatusOr<std::unique_ptr<PageStore>> Make(const ArenaMemory& memory,
+                                                         const RecordRecipe& recipe);
   ~GpuPageStore() override;
 
   void PublishGone(std::span<const Gone> gone) override;
-  void PublishSealed(uint32_t slot, uint64_t generation, const PageKey& key, uint64_t summary_checksum) override;
+  void PublishSealed(uint32_t slot, uint64_t generation, const PageKey& key,
+                     uint64_t summary_checksum) override;
   void WriteUnits(std::span<const UnitWrite> writes) override;
   void WriteRecords(std::span<const RecordsWrite> writes) override;
   absl::StatusOr<uint64_t> BuildRecords(uint32_t slot, uint32_t shard, uint32_t page_idx) override;
@@ -35,7 +38,8 @@ class GpuPageStore final : public PageStore {
   PageBytes ReadPage(uint32_t slot, StagingBuffer* staging) const override;
   std::vector<uint64_t> SummaryChecksums(std::span<const uint32_t> slots) const override;
   uint8_t* TakeExportable() const override;
-  void GiveExportable(uint8_t* piece, std::chrono::steady_clock::time_point usable_from) const override;
+  void GiveExportable(uint8_t* piece,
+                      std::chrono::steady_clock::time_point usable_from) const override;
 
  private:
   struct Tables;
@@ -48,7 +52,8 @@ class GpuPageStore final : public PageStore {
   absl::StatusOr<std::unique_ptr<Lane>> MakeLane(int priority) const;
   // Makes the store's GPU the calling thread's.
   void UseGpu() const;
-  void SummarizeUnits(const Lane& lane, size_t first, size_t count, uint32_t slot, uint32_t shard) const;
+  void SummarizeUnits(const Lane& lane, size_t first, size_t count, uint32_t slot,
+                      uint32_t shard) const;
 
   const RecordRecipe recipe_;
   const int gpu_;

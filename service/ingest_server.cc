@@ -29,7 +29,8 @@ size_t ItemBytes(const Arena& arena, uint8_t flags) {
 }
 
 // True if the item may go where its entry says.
-bool Belongs(const Arena& arena, const ReservationPin& pin, const IngestEntry& entry, uint8_t flags) {
+bool Belongs(const Arena& arena, const ReservationPin& pin, const IngestEntry& entry,
+             uint8_t flags) {
   if (flags == kFlagSummaries) return pin.records() != nullptr;
   return arena.CheckUnit(entry.layer, entry.head).ok();
 }
@@ -47,7 +48,8 @@ class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
   bool Poll() override;
   void AbortAll();
   bool Idle() const {
-    return std::none_of(jobs_.begin(), jobs_.end(), [](const Job& job) { return job.state != State::kFree; });
+    return std::none_of(jobs_.begin(), jobs_.end(),
+                        [](const Job& job) { return job.state != State::kFree; });
   }
 
   std::atomic<uint64_t> num_bytes_{0};
@@ -82,7 +84,8 @@ class IngestServer::Impl final : public UcxReceiver, public UcxPoller {
   };
 
   Job* FindFree(SessionId session);
-  WireStatus Check(const MessageHeader& header, size_t payload_bytes, const SessionHandle& session) const;
+  WireStatus Check(const MessageHeader& header, size_t payload_bytes,
+                   const SessionHandle& session) const;
   void Begin(Job& job, const MessageHeader& header, SessionHandle session, UcxEndpoint* peer,
              UcxPayload& payload);
   void OnUnits(Job& job, bool ok);
@@ -103,8 +106,10 @@ IngestServer::Impl::Job* IngestServer::Impl::FindFree(SessionId session) {
   Job* found = nullptr;
   size_t used = 0;
   for (Job& job : jobs_) {
-    if (job.state == State::kFree) found = &job;
-    else if (job.session.id == session) ++used;
+    if (job.state == State::kFree)
+      found = &job;
+    else if (job.session.id == session)
+      ++used;
   }
   return used < kBuffersPerSession ? found : nullptr;
 }
@@ -113,9 +118,9 @@ WireStatus IngestServer::Impl::Check(const MessageHeader& header, size_t payload
                                      const SessionHandle& session) const {
   const bool records = header.flags == kFlagSummaries;
   const bool allowed = header.flags == 0 || (records && session.kind == SessionKind::kMover);
-  const bool fits =
-      allowed && header.count > 0 && payload_bytes <= kMaxPieceBytes &&
-      payload_bytes == header.count * (sizeof(IngestEntry) + ItemBytes(*session.arena, header.flags));
+  const bool fits = allowed && header.count > 0 && payload_bytes <= kMaxPieceBytes &&
+                    payload_bytes == header.count * (sizeof(IngestEntry) +
+                                                     ItemBytes(*session.arena, header.flags));
   return fits ? WireStatus::kOk : WireStatus::kInvalid;
 }
 
@@ -128,7 +133,8 @@ void IngestServer::Impl::OnMessage(const MessageHeader& header, UcxPayload& payl
     num_malformed_.fetch_add(1, std::memory_order_relaxed);
     return;
   }
-  WireStatus status = session.ok() ? Check(header, payload.bytes(), *session) : WireStatus::kAborted;
+  WireStatus status =
+      session.ok() ? Check(header, payload.bytes(), *session) : WireStatus::kAborted;
   if (status == WireStatus::kInvalid) num_malformed_.fetch_add(1, std::memory_order_relaxed);
   Job* job = FindFree(session.ok() ? session->id : SessionId{});
   if (status == WireStatus::kOk && job == nullptr) {
@@ -171,8 +177,8 @@ void IngestServer::Impl::OnUnits(Job& job, bool ok) {
   worker_->Send(job.peer, job, job.stored);
 }
 
-// Copies each item to the slot that its ticket names, if that is this session's and still open. The pins are held until
-// all bytes are there.
+// Copies each item to the slot that its ticket names, if that is this session's and still open. The
+// pins are held until all bytes are there.
 void IngestServer::Impl::Store(Job& job) {
   Arena& arena = *job.session.arena;
   const size_t count = job.header.count;
@@ -181,14 +187,16 @@ void IngestServer::Impl::Store(Job& job) {
   job.stored.assign(BitmapBytes(count), 0);
   items_.clear();
   uint64_t pinned = 0;
-  bool is_pinned = false;  // the ticket `pinned`, by the last of the pins; a page's units come together
+  bool is_pinned =
+      false;  // the ticket `pinned`, by the last of the pins; a page's units come together
   std::vector<ReservationPin> pins;
   for (size_t i = 0; i < count; ++i) {
     IngestEntry entry;
     std::memcpy(&entry, job.bytes.data() + i * sizeof(entry), sizeof(entry));
     if (i == 0 || pinned != entry.ticket) {
       pinned = entry.ticket;
-      absl::StatusOr<ReservationPin> taken = arena.PinReservation(job.session.id, Ticket{entry.ticket});
+      absl::StatusOr<ReservationPin> taken =
+          arena.PinReservation(job.session.id, Ticket{entry.ticket});
       is_pinned = taken.ok();
       if (is_pinned) pins.push_back(*std::move(taken));
     }
@@ -210,7 +218,8 @@ void IngestServer::Impl::Store(Job& job) {
 void IngestServer::Impl::StoreUnits(Arena& arena, std::vector<ReservationPin>& pins) {
   std::vector<PageStore::UnitWrite> writes;
   writes.reserve(items_.size());
-  for (const Item& item : items_) writes.push_back({pins[item.pin].slot(), item.layer, item.head, item.bytes});
+  for (const Item& item : items_)
+    writes.push_back({pins[item.pin].slot(), item.layer, item.head, item.bytes});
   arena.store().WriteUnits(writes);
   for (const Item& item : items_) pins[item.pin].MarkReceived(item.layer, item.head);
 }
@@ -236,7 +245,8 @@ bool IngestServer::Impl::Poll() {
   }
   // In order of arrival, except past sessions that have all the buffers they may have.
   for (auto it = waiting_.begin(); it != waiting_.end(); ++it) {
-    absl::StatusOr<SessionHandle> session = sessions_->Find(it->header.session, it->header.incarnation);
+    absl::StatusOr<SessionHandle> session =
+        sessions_->Find(it->header.session, it->header.incarnation);
     UcxEndpoint* peer = worker_->FindPeer(it->header.session, ChannelOf(it->header.request));
     Job* job = session.ok() && peer != nullptr ? FindFree(session->id) : nullptr;
     if (session.ok() && peer != nullptr && job == nullptr) continue;

@@ -1,10 +1,11 @@
 // Takes units of reserved slots that come over UCX, copies them into place and acknowledges them.
 //
-// Why staging: a writer never gets a key to the arena; the daemon reads the bytes from the sender into its
-// own buffer, checks whom they are for, and copies.
-// Thread safety: made, destroyed and asked for figures from any thread; the work is on the progress thread.
-// Limits: a message is at most kMaxPieceBytes; staging buffers are bounded for each session and in all: a
-// message that finds none waits, unreceived, with its sender.
+// Why staging: a writer never gets a key to the arena; the daemon reads the bytes from the sender
+// into its own buffer, checks whom they are for, and copies.
+// Thread safety: made, destroyed and asked for figures from any thread; the work is on the progress
+// thread.
+// Limits: a message is at most kMaxPieceBytes; staging buffers are bounded for each session and in
+// all: a message that finds none waits, unreceived, with its sender.
 
 #ifndef LOCKS_KVD_SERVICE_INGEST_SERVER_H_
 #define LOCKS_KVD_SERVICE_INGEST_SERVER_H_

@@ -32,8 +32,7 @@ std::string MiB(uint64_t bytes) {
 
 class Pages {
  public:
-  Pages(const Metrics* metrics, MetricsIdentity identity,
-        std::function<MetricsSnapshot()> snapshot)
+  Pages(const Metrics* metrics, MetricsIdentity identity, std::function<MetricsSnapshot()> snapshot)
       : metrics_(metrics), identity_(std::move(identity)), snapshot_(std::move(snapshot)) {}
   std::pair<int, std::string> Metrics() const {
     return {200, MetricsPage(*metrics_, identity_, snapshot_())};
@@ -84,9 +83,9 @@ constexpr char kTextType[] = "text/plain; charset=utf-8";
 
 std::string SummaryPage(const Metrics& metrics, const MetricsIdentity& identity,
                         const MetricsSnapshot& snapshot) {
-  std::string out = absl::StrFormat("locks-kvd %s, layout %u, ucx %s%s\n", identity.version,
-                                    identity.layout_version, identity.ucx,
-                                    snapshot.draining ? ", draining" : "");
+  std::string out =
+      absl::StrFormat("locks-kvd %s, layout %u, ucx %s%s\n", identity.version,
+                      identity.layout_version, identity.ucx, snapshot.draining ? ", draining" : "");
   absl::StrAppend(&out, "sessions ", snapshot.sessions, ", fetches in flight ",
                   snapshot.fetch_inflight, "\n");
   for (const auto& a : snapshot.arenas) {

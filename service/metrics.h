@@ -72,8 +72,9 @@ inline constexpr size_t kNumCarriers = 2;
 struct MoveCounters {
   using ByReason = std::array<Counter, kNumMoveReasons>;
   std::array<ByReason, kNumCarriers> pages;
-  std::array<ByReason, kNumCarriers> bytes;    // units and records
-  std::array<ByReason, kNumCarriers> aborted;  // ucx: rounds that a destination ended; nccl: moves that UCX went on with
+  std::array<ByReason, kNumCarriers> bytes;  // units and records
+  std::array<ByReason, kNumCarriers>
+      aborted;  // ucx: rounds that a destination ended; nccl: moves that UCX went on with
 };
 
 // Methods of the control plane, in the order of kRpcNames.
@@ -154,7 +155,7 @@ struct MetricsSnapshot {
 struct MetricsIdentity {
   std::string version;
   std::string commit;  // short hash, or "unknown"
-  std::string ucx;  // version and transports, or "none"
+  std::string ucx;     // version and transports, or "none"
   uint32_t layout_version = 0;
   Incarnation incarnation = {};
   double start_time_seconds = 0;  // since 1970

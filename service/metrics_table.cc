@@ -86,15 +86,15 @@ constexpr MetricInfo kTable[] = {
     {"moved_bytes_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx|nccl",
      "Bytes of those pages and their records."},
     {"moves_aborted_total", kCounter, "reason=drain|rebalance|replica, carrier=ucx|nccl",
-     "Rounds of copies that another daemon ended; of nccl: moves that failed and that ucx went on with."},
+     "Rounds of copies that another daemon ended; of nccl: moves that failed and that ucx went on "
+     "with."},
     {"loop_stall_seconds", kHistogram, "loop=ucx|upkeep",
      "How long a loop was away: turns of the ucx thread over 1 ms, lateness of the upkeep's."},
 };
 
-constexpr const char* kRpcNames[kNumRpcs] = {"Attach",  "Session", "Detach", "Match",
-                                             "Reserve", "Seal",    "Lease",  "Release",
-                                             "Stats",   "Move",    "Drain",  "Config",
-                                             "Verify",  "Pages",   "Slowlog", "LogLevel"};
+constexpr const char* kRpcNames[kNumRpcs] = {
+    "Attach", "Session", "Detach", "Match",  "Reserve", "Seal",  "Lease",   "Release",
+    "Stats",  "Move",    "Drain",  "Config", "Verify",  "Pages", "Slowlog", "LogLevel"};
 constexpr const char* kMoveNames[kNumMoveReasons] = {"drain", "rebalance", "replica"};
 constexpr const char* kCarrierNames[kNumCarriers] = {"ucx", "nccl"};
 constexpr const char* kSizeNames[kNumFetchSizes] = {"le64K", "le1M", "le16M", "more"};
@@ -236,7 +236,8 @@ void AddPool(const MoveCounters& moves, const MetricsSnapshot& s, MetricsText* o
     for (size_t i = 0; i < kNumMoveReasons; ++i) {
       out->Count("moved_pages_total", {kMoveNames[i], kCarrierNames[c]}, moves.pages[c][i].value());
       out->Count("moved_bytes_total", {kMoveNames[i], kCarrierNames[c]}, moves.bytes[c][i].value());
-      out->Count("moves_aborted_total", {kMoveNames[i], kCarrierNames[c]}, moves.aborted[c][i].value());
+      out->Count("moves_aborted_total", {kMoveNames[i], kCarrierNames[c]},
+                 moves.aborted[c][i].value());
     }
   }
   out->Level("members", {"listed"}, static_cast<double>(s.members));

@@ -13,14 +13,16 @@
 namespace kvd {
 namespace {
 
-// Bytes of one batch: its units are acknowledged before it is sealed, so it bounds what a failure repeats. NCCL's is
-// larger: it moves one in a millisecond, about as long as the calls around it take.
+// Bytes of one batch: its units are acknowledged before it is sealed, so it bounds what a failure
+// repeats. NCCL's is larger: it moves one in a millisecond, about as long as the calls around it
+// take.
 constexpr size_t kBatchBytes = size_t{16} << 20;
 constexpr size_t kNcclBatchBytes = size_t{256} << 20;
 // How long UCX is used for a destination after NCCL has failed or been refused there.
 constexpr absl::Duration kNcclOffFor = absl::Minutes(5);
 constexpr absl::Duration kKeepAliveEvery = absl::Milliseconds(20);
-// A member that refused or failed is left alone for this long; a drain goes to the next owner at once.
+// A member that refused or failed is left alone for this long; a drain goes to the next owner at
+// once.
 constexpr absl::Duration kRefusedFor = absl::Seconds(10);
 
 bool IsUnreachable(const absl::Status& status) {
@@ -33,7 +35,10 @@ uint64_t NameHash(const std::string& name) { return Checksum64(name.data(), name
 
 Migrator::Migrator(MigratorOptions options, std::vector<std::shared_ptr<Arena>> arenas,
                    const Membership* membership, MoveCounters* counters)
-    : options_(std::move(options)), arenas_(std::move(arenas)), membership_(membership), counters_(counters) {
+    : options_(std::move(options)),
+      arenas_(std::move(arenas)),
+      membership_(membership),
+      counters_(counters) {
   for (const auto& arena : arenas_) marks_.emplace_back(arena->memory().shape().num_slots);
   thread_ = std::thread([this] { Loop(); });
 }
@@ -56,7 +61,8 @@ void Migrator::Loop() {
   while (true) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait_for(lock, absl::ToChronoNanoseconds(options_.interval), [this] { return stopping_; });
+      changed_.wait_for(lock, absl::ToChronoNanoseconds(options_.interval),
+                        [this] { return stopping_; });
       if (stopping_) return;
     }
     // Problems are logged where they are met; the next round tries again.
@@ -106,7 +112,8 @@ void Migrator::SleepBriefly() {
   changed_.wait_for(lock, std::chrono::milliseconds(20), [this] { return stopping_; });
 }
 
-bool Migrator::IsKnown(const Mark& mark, const SealedCopy& page, uint64_t name, bool draining) const {
+bool Migrator::IsKnown(const Mark& mark, const SealedCopy& page, uint64_t name,
+                       bool draining) const {
   const bool believed = draining || clock_.Now() - mark.asked < Believed();
   return believed && mark.generation == page.location.generation &&
          (mark.holders[0] == name || mark.holders[1] == name);
@@ -128,8 +135,9 @@ const Migrator::Refusal* Migrator::RefusalOf(const std::string& name) const {
 }
 
 Migrator::Plan Migrator::MakePlan(const MembershipView& view, bool draining) {
-  // Clients place over the members that they reach: who is unreachable from here has no share for now. One that is
-  // full keeps its share, since clients look for it there, but a drain goes on to the next owner.
+  // Clients place over the members that they reach: who is unreachable from here has no share for
+  // now. One that is full keeps its share, since clients look for it there, but a drain goes on to
+  // the next owner.
   std::vector<Member> members;
   for (const Member& member : view.members) {
     if (draining && member.name == options_.self) continue;
@@ -142,8 +150,9 @@ Migrator::Plan Migrator::MakePlan(const MembershipView& view, bool draining) {
   for (const Member& member : members) placed.push_back({member.name, member.weight});
   Plan plan;
   plan.drops.resize(arenas_.size());
-  const bool is_member = std::any_of(view.members.begin(), view.members.end(),
-                                     [&](const Member& member) { return member.name == options_.self; });
+  const bool is_member =
+      std::any_of(view.members.begin(), view.members.end(),
+                  [&](const Member& member) { return member.name == options_.self; });
   // Who is not (yet) in the view keeps what it has: a wrong name must not empty a daemon.
   if (members.empty() || (!is_member && !draining)) return plan;
   const Placement placement(placed);
@@ -187,15 +196,17 @@ absl::Status Migrator::Round(bool draining, const std::function<bool()>& go_on) 
   for (size_t a = 0; a < arenas_.size(); ++a) arenas_[a]->DropIdle(plan.drops[a]);
   for (const auto& [name, wanted] : plan.copies) {
     if (!go_on()) break;
-    const auto to = std::find_if(view->members.begin(), view->members.end(),
-                                 [&name = name](const Member& member) { return member.name == name; });
+    const auto to =
+        std::find_if(view->members.begin(), view->members.end(),
+                     [&name = name](const Member& member) { return member.name == name; });
     const absl::Status done = Execute(*to, wanted, draining, go_on);
     if (done.ok()) {
       complained_.erase(name);
       continue;
     }
     refused_[name] = {clock_.Now() + kRefusedFor, IsUnreachable(done)};
-    counters_->aborted[static_cast<size_t>(Carrier::kUcx)][static_cast<size_t>(wanted[0].reason)].Add();
+    counters_->aborted[static_cast<size_t>(Carrier::kUcx)][static_cast<size_t>(wanted[0].reason)]
+        .Add();
     Complain(name, done);
     status.Update(done);
   }
@@ -228,10 +239,11 @@ absl::Status Migrator::Execute(const Member& to, std::span<const Wanted> wanted,
            sorted[end].page.page.shard == first.page.page.shard) {
       ++end;
     }
-    const absl::Status copied = CopyRun(*session, to.name, std::span(sorted).subspan(at, end - at), draining);
+    const absl::Status copied =
+        CopyRun(*session, to.name, std::span(sorted).subspan(at, end - at), draining);
     if (session->carrier() == Carrier::kNccl && !session->carrier_problem().ok()) {
-      // The pages are still here. Their reservations there end with the session, each once NCCL cannot write to it any
-      // more; the next session goes on by UCX.
+      // The pages are still here. Their reservations there end with the session, each once NCCL
+      // cannot write to it any more; the next session goes on by UCX.
       LeaveNccl(to.name, first.reason, session->carrier_problem());
       session.reset();
       continue;
@@ -242,16 +254,17 @@ absl::Status Migrator::Execute(const Member& to, std::span<const Wanted> wanted,
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<PeerSession>> Migrator::OpenSession(const Member& to, std::span<const Wanted> wanted,
-                                                                   const std::function<bool()>& go_on) {
+absl::StatusOr<std::unique_ptr<PeerSession>> Migrator::OpenSession(
+    const Member& to, std::span<const Wanted> wanted, const std::function<bool()>& go_on) {
   KVD_ASSIGN_OR_RETURN(UcxWorker* const worker, Worker());
   const std::shared_ptr<Arena>& arena = arenas_[wanted[0].arena];
-  KVD_ASSIGN_OR_RETURN(auto session,
-                       PeerSession::Open(to.address, options_.tls, arena, worker, options_.timeout));
+  KVD_ASSIGN_OR_RETURN(
+      auto session, PeerSession::Open(to.address, options_.tls, arena, worker, options_.timeout));
   const SlotLayout& slot = arena->memory().shape().slot;
   const auto off = nccl_off_.find(to.name);
   const bool is_off = off != nccl_off_.end() && clock_.Now() < off->second.until;
-  const bool is_small = wanted.size() * (slot.slot_bytes() + slot.summary_bytes()) < options_.nccl_min_bytes;
+  const bool is_small =
+      wanted.size() * (slot.slot_bytes() + slot.summary_bytes()) < options_.nccl_min_bytes;
   if (options_.nccl == nullptr || is_off || is_small) return session;
   const absl::Status used = session->UseNccl(options_.nccl, options_.nccl_watchdog, go_on);
   if (used.ok()) {
@@ -262,20 +275,24 @@ absl::StatusOr<std::unique_ptr<PeerSession>> Migrator::OpenSession(const Member&
   return session;
 }
 
-size_t Migrator::BatchPages(const PeerSession& session, const SlotLayout& slot, bool draining) const {
+size_t Migrator::BatchPages(const PeerSession& session, const SlotLayout& slot,
+                            bool draining) const {
   const size_t page_bytes = slot.slot_bytes() + slot.summary_bytes();
   if (session.carrier() != Carrier::kNccl) return std::max<size_t>(1, kBatchBytes / page_bytes);
   // A limited rate is kept over seconds.
   const bool limited = !draining && options_.bytes_per_second > 0;
   const size_t bytes =
-      limited ? std::clamp<size_t>(options_.bytes_per_second, kBatchBytes, kNcclBatchBytes) : kNcclBatchBytes;
+      limited ? std::clamp<size_t>(options_.bytes_per_second, kBatchBytes, kNcclBatchBytes)
+              : kNcclBatchBytes;
   return std::clamp<size_t>(bytes / page_bytes, 1, kMaxMovedPages);
 }
 
 void Migrator::LeaveNccl(const std::string& to, MoveReason reason, const absl::Status& why) {
   if (absl::IsCancelled(why)) return;  // the round is over
-  const bool refused = absl::IsFailedPrecondition(why) || absl::IsUnimplemented(why) || absl::IsResourceExhausted(why);
-  if (!refused) counters_->aborted[static_cast<size_t>(Carrier::kNccl)][static_cast<size_t>(reason)].Add();
+  const bool refused = absl::IsFailedPrecondition(why) || absl::IsUnimplemented(why) ||
+                       absl::IsResourceExhausted(why);
+  if (!refused)
+    counters_->aborted[static_cast<size_t>(Carrier::kNccl)][static_cast<size_t>(reason)].Add();
   NcclOff& off = nccl_off_[to];
   off.until = clock_.Now() + kNcclOffFor;
   if (off.reason == why.message()) return;
@@ -284,8 +301,8 @@ void Migrator::LeaveNccl(const std::string& to, MoveReason reason, const absl::S
                absl::StatusCodeToString(why.code()), LogQuote(why.message()));
 }
 
-absl::Status Migrator::CopyRun(PeerSession& session, const std::string& to, std::span<const Wanted> run,
-                               bool draining) {
+absl::Status Migrator::CopyRun(PeerSession& session, const std::string& to,
+                               std::span<const Wanted> run, bool draining) {
   std::vector<SealedCopy> pages;
   for (const Wanted& wanted : run) pages.push_back(wanted.page);
   std::vector<CopyOutcome> outcomes(run.size());
@@ -310,7 +327,8 @@ absl::Status Migrator::CopyRun(PeerSession& session, const std::string& to, std:
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_ && !draining_.load() && clock_.Now() - start < least) {
       const absl::Duration pause = std::min(least - (clock_.Now() - start), kKeepAliveEvery);
-      changed_.wait_for(lock, absl::ToChronoNanoseconds(pause), [this] { return stopping_ || draining_.load(); });
+      changed_.wait_for(lock, absl::ToChronoNanoseconds(pause),
+                        [this] { return stopping_ || draining_.load(); });
       session.KeepAlive();
     }
   }

@@ -1,9 +1,10 @@
-// Brings every sealed page to the daemons that own it by the pool's placement: one loop that serves joining
-// (rebalance), leaving (drain) and replicas.
+// Brings every sealed page to the daemons that own it by the pool's placement: one loop that serves
+// joining (rebalance), leaving (drain) and replicas.
 //
-// How: a round lists the sealed pages, asks the placement who should hold each, and copies what is missing. A page
-// that is owned elsewhere stays here, and is served, until its owner has published it and clients have had time to learn
-// of that owner; then it is dropped unless somebody leases it. Nothing is remembered that a restart would lose: each daemon is the truth for its own slots.
+// How: a round lists the sealed pages, asks the placement who should hold each, and copies what is
+// missing. A page that is owned elsewhere stays here, and is served, until its owner has published
+// it and clients have had time to learn of that owner; then it is dropped unless somebody leases
+// it. Nothing is remembered that a restart would lose: each daemon is the truth for its own slots.
 // Thread safety: safe. One thread, which never runs in the data path; a UCX worker of its own.
 
 #ifndef LOCKS_KVD_SERVICE_MIGRATOR_H_
@@ -34,11 +35,11 @@
 namespace kvd {
 
 struct MigratorOptions {
-  std::string self;               // this daemon's name among the members
-  int replicas = 1;               // daemons that hold each page; 1 or 2
-  bool rebalance = true;          // bring pages to daemons that join
+  std::string self;                         // this daemon's name among the members
+  int replicas = 1;                         // daemons that hold each page; 1 or 2
+  bool rebalance = true;                    // bring pages to daemons that join
   absl::Duration grace = absl::Minutes(1);  // how long a moved page is kept here too
-  uint64_t bytes_per_second = 0;  // limit of copying except in a drain; 0: none
+  uint64_t bytes_per_second = 0;            // limit of copying except in a drain; 0: none
   absl::Duration interval = absl::Seconds(1);
   absl::Duration timeout = absl::Seconds(5);  // of one call to another daemon
   TlsFiles tls;
@@ -51,18 +52,19 @@ struct MigratorOptions {
 class Migrator {
  public:
   // `arenas`, `membership` and `metrics` must outlive it. Starts the thread.
-  Migrator(MigratorOptions options, std::vector<std::shared_ptr<Arena>> arenas, const Membership* membership,
-           MoveCounters* counters);
+  Migrator(MigratorOptions options, std::vector<std::shared_ptr<Arena>> arenas,
+           const Membership* membership, MoveCounters* counters);
   // Stops in the middle of a round: what was published stays published.
   ~Migrator();
 
   struct DrainResult {
-    uint64_t moved = 0;  // pages that another daemon holds now
-    uint64_t left = 0;   // pages that none does
+    uint64_t moved = 0;    // pages that another daemon holds now
+    uint64_t left = 0;     // pages that none does
     absl::Status problem;  // the last one met
   };
-  // Gives every page to its next owner; new ones are expected to be refused by now. Returns when all are there, when
-  // nobody takes the rest, or after `limit`. `go_on` is asked between batches. From then on rounds go on as a drain's.
+  // Gives every page to its next owner; new ones are expected to be refused by now. Returns when
+  // all are there, when nobody takes the rest, or after `limit`. `go_on` is asked between batches.
+  // From then on rounds go on as a drain's.
   DrainResult Drain(absl::Duration limit, const std::function<bool()>& go_on);
 
  private:
@@ -84,7 +86,8 @@ class Migrator {
 
   struct Refusal {
     absl::Duration until;  // not tried before
-    bool unreachable;      // gone or draining, as clients see it too; otherwise it is full, or has no such arena
+    bool unreachable;      // gone or draining, as clients see it too; else full, or without such an
+                           // arena
   };
 
   struct NcclOff {
@@ -104,11 +107,14 @@ class Migrator {
   absl::Status Execute(const Member& to, std::span<const Wanted> wanted, bool draining,
                        const std::function<bool()>& go_on);
   // A session for pages of one arena; by NCCL where that is possible and worth it.
-  absl::StatusOr<std::unique_ptr<PeerSession>> OpenSession(const Member& to, std::span<const Wanted> wanted,
+  absl::StatusOr<std::unique_ptr<PeerSession>> OpenSession(const Member& to,
+                                                           std::span<const Wanted> wanted,
                                                            const std::function<bool()>& go_on);
   size_t BatchPages(const PeerSession& session, const SlotLayout& slot, bool draining) const;
-  absl::Status CopyRun(PeerSession& session, const std::string& to, std::span<const Wanted> run, bool draining);
-  // NCCL has failed or been refused: UCX is used for this destination for a while. Logged once a reason.
+  absl::Status CopyRun(PeerSession& session, const std::string& to, std::span<const Wanted> run,
+                       bool draining);
+  // NCCL has failed or been refused: UCX is used for this destination for a while. Logged once a
+  // reason.
   void LeaveNccl(const std::string& to, MoveReason reason, const absl::Status& why);
   absl::Status Round(bool draining, const std::function<bool()>& go_on);
   absl::Duration Believed() const { return 2 * options_.grace; }
@@ -125,7 +131,7 @@ class Migrator {
 
   std::mutex round_mutex_;  // one round at a time; guards what follows
   std::unique_ptr<UcxWorker> worker_;
-  std::vector<std::vector<Mark>> marks_;           // [arena][slot]
+  std::vector<std::vector<Mark>> marks_;    // [arena][slot]
   std::map<std::string, Refusal> refused_;  // by member
   std::map<std::string, absl::StatusCode> complained_;
   std::map<std::string, NcclOff> nccl_off_;  // by member

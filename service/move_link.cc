@@ -15,8 +15,8 @@
 namespace kvd {
 namespace {
 
-// A transfer of a batch takes a millisecond or less; joining, hundreds of them. What a step takes longer than it must is a
-// sixteenth.
+// A transfer of a batch takes a millisecond or less; joining, hundreds of them. What a step takes
+// longer than it must is a sixteenth.
 constexpr absl::Duration kShortestPause = absl::Microseconds(20);
 constexpr absl::Duration kLongestPause = absl::Milliseconds(1);
 constexpr std::chrono::milliseconds kAskEvery(5);
@@ -142,10 +142,10 @@ absl::Status MoveLink::State::PollUntilDone(Step current, Communicator* polled) 
     }
     const absl::Duration elapsed = clock.Now() - begin;
     if (elapsed >= options.watchdog) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("the watchdog ended it after ", absl::ToInt64Milliseconds(options.watchdog), " ms: ",
-                       current == Step::kJoin ? "can the two hosts reach each other by the library's network?"
-                                              : "has the other end died or stopped?"));
+      return absl::DeadlineExceededError(absl::StrCat(
+          "the watchdog ended it after ", absl::ToInt64Milliseconds(options.watchdog), " ms: ",
+          current == Step::kJoin ? "can the two hosts reach each other by the library's network?"
+                                 : "has the other end died or stopped?"));
     }
     absl::SleepFor(std::clamp(elapsed / 16, kShortestPause, kLongestPause));
   }
@@ -176,9 +176,11 @@ MoveLink::~MoveLink() {
   bool ended = false;
   {
     std::unique_lock<std::mutex> lock(state_->mutex);
-    if (!state_->ended && state_->problem.ok()) state_->problem = absl::CancelledError("the move is over");
+    if (!state_->ended && state_->problem.ok())
+      state_->problem = absl::CancelledError("the move is over");
     state_->changed.notify_all();
-    ended = state_->changed.wait_for(lock, absl::ToChronoNanoseconds(kEndLimit), [this] { return state_->ended; });
+    ended = state_->changed.wait_for(lock, absl::ToChronoNanoseconds(kEndLimit),
+                                     [this] { return state_->ended; });
     state_->left_alone = !ended;
   }
   if (ended) {
@@ -202,7 +204,8 @@ absl::Status MoveLink::Wait(const std::function<absl::Status()>& go_on) {
   while (true) {
     {
       std::unique_lock<std::mutex> lock(state_->mutex);
-      state_->changed.wait_for(lock, kAskEvery, [this] { return !state_->busy || !state_->problem.ok(); });
+      state_->changed.wait_for(lock, kAskEvery,
+                               [this] { return !state_->busy || !state_->problem.ok(); });
       if (!state_->problem.ok()) return state_->problem;
       if (!state_->busy) return absl::OkStatus();
     }

@@ -1,10 +1,10 @@
 // One end of a communicator with the thread that alone may call it, and the watchdog of every step.
 //
-// Why a thread: a library of this kind may hang in any call, its abort included. Here only this thread does; whoever
-// waits for it stops waiting at the watchdog's limit, and what the transfer may still touch is kept until the library
-// has let go of it, for ever if need be.
-// Thread safety: Abort and ended are safe; everything else is one caller's. Blocking: Wait, up to the watchdog's limit and
-// kStuckAfter; the destructor, up to kEndLimit.
+// Why a thread: a library of this kind may hang in any call, its abort included. Here only this
+// thread does; whoever waits for it stops waiting at the watchdog's limit, and what the transfer
+// may still touch is kept until the library has let go of it, for ever if need be.
+// Thread safety: Abort and ended are safe; everything else is one caller's. Blocking: Wait, up to
+// the watchdog's limit and kStuckAfter; the destructor, up to kEndLimit.
 
 #ifndef LOCKS_KVD_SERVICE_MOVE_LINK_H_
 #define LOCKS_KVD_SERVICE_MOVE_LINK_H_
@@ -39,8 +39,8 @@ class MoveLink {
   };
   // Begins to join: the first step to wait for.
   explicit MoveLink(Options options);
-  // Aborts unless it has finished. What is not quiet by kEndLimit is left to the thread, which then keeps it for ever:
-  // destroy a link whose slots are to come back only when it has ended.
+  // Aborts unless it has finished. What is not quiet by kEndLimit is left to the thread, which then
+  // keeps it for ever: destroy a link whose slots are to come back only when it has ended.
   ~MoveLink();
   MoveLink(const MoveLink&) = delete;
   MoveLink& operator=(const MoveLink&) = delete;
@@ -49,9 +49,9 @@ class MoveLink {
   void Send(std::vector<MovePiece> pieces, Keep keep);
   void Receive(std::vector<MovePiece> pieces, Keep keep);
   void Finish();
-  // Until the step is done. `go_on` is asked every few milliseconds: if it is not OK, the communicator is aborted and that
-  // is the result. Errors: kDeadlineExceeded by the watchdog; else what the library says. After any of them the
-  // communicator is being aborted.
+  // Until the step is done. `go_on` is asked every few milliseconds: if it is not OK, the
+  // communicator is aborted and that is the result. Errors: kDeadlineExceeded by the watchdog; else
+  // what the library says. After any of them the communicator is being aborted.
   absl::Status Wait(const std::function<absl::Status()>& go_on);
   // How the step has failed, if it has by now.
   absl::Status Problem() const;

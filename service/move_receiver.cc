@@ -43,15 +43,17 @@ void MarkAllReceived(const SlotLayout& slot, ReservationPin& pin) {
 }
 
 // Brings one batch into its reservations. All are checked before the caller is told to send.
-absl::Status ReceivePages(const v1::MoveRequest& request, const SessionHandle& session, MoveLink* link,
-                          const std::function<absl::Status()>& go_on, MoveReceiver::Stream* stream) {
+absl::Status ReceivePages(const v1::MoveRequest& request, const SessionHandle& session,
+                          MoveLink* link, const std::function<absl::Status()>& go_on,
+                          MoveReceiver::Stream* stream) {
   KVD_RETURN_IF_ERROR(CheckTickets(request));
   const ArenaMemory& memory = session.arena->memory();
   const SlotLayout& slot = memory.shape().slot;
   const auto pins = std::make_shared<std::vector<ReservationPin>>();
   std::vector<MovePiece> pieces;
   for (const uint64_t ticket : request.pages().tickets()) {
-    KVD_ASSIGN_OR_RETURN(ReservationPin pin, session.arena->PinReservation(session.id, Ticket{ticket}));
+    KVD_ASSIGN_OR_RETURN(ReservationPin pin,
+                         session.arena->PinReservation(session.id, Ticket{ticket}));
     pieces.push_back({memory.slot_base(pin.slot()), slot.slot_bytes()});
     pieces.push_back({pin.records(), slot.summary_bytes()});
     pins->push_back(std::move(pin));
@@ -70,8 +72,10 @@ class MoveReceiver::Place {
  public:
   Place(MoveReceiver* receiver, grpc::ServerContext* context) : receiver_(receiver) {
     const std::lock_guard<std::mutex> lock(receiver_->mutex_);
-    if (receiver_->ending_ || receiver_->moves_.size() + receiver_->aborted_.size() >= kMaxMoves) return;
-    move_ = receiver_->moves_.insert(receiver_->moves_.end(), {context, receiver_->options_.clock->Now(), {}});
+    if (receiver_->ending_ || receiver_->moves_.size() + receiver_->aborted_.size() >= kMaxMoves)
+      return;
+    move_ = receiver_->moves_.insert(receiver_->moves_.end(),
+                                     {context, receiver_->options_.clock->Now(), {}});
     taken_ = true;
   }
   ~Place() {
@@ -95,12 +99,15 @@ class MoveReceiver::Place {
 
 MoveReceiver::~MoveReceiver() = default;
 
-absl::Status MoveReceiver::CheckWilling(const v1::MoveRequest::Hello& hello, const Arena& arena) const {
-  if (!options_.library.ok()) return Annotate(options_.library.status(), "no NCCL at the destination");
+absl::Status MoveReceiver::CheckWilling(const v1::MoveRequest::Hello& hello,
+                                        const Arena& arena) const {
+  if (!options_.library.ok())
+    return Annotate(options_.library.status(), "no NCCL at the destination");
   const CommunicatorLibrary& library = **options_.library;
   if (hello.library() != library.version()) {
-    return absl::FailedPreconditionError(absl::StrCat("the destination has ", library.version(), ", the source ",
-                                                      LogQuote(hello.library()), ": install the same version"));
+    return absl::FailedPreconditionError(absl::StrCat("the destination has ", library.version(),
+                                                      ", the source ", LogQuote(hello.library()),
+                                                      ": install the same version"));
   }
   KVD_ASSIGN_OR_RETURN(const std::string device, library.DeviceOf(arena.memory().place()));
   if (hello.device() != device) return absl::OkStatus();
@@ -108,7 +115,8 @@ absl::Status MoveReceiver::CheckWilling(const v1::MoveRequest::Hello& hello, con
       absl::StrCat("both arenas are on GPU ", device, ", and NCCL has one end on each GPU"));
 }
 
-absl::Status MoveReceiver::Serve(grpc::ServerContext* context, Stream* stream, const FindSession& find) {
+absl::Status MoveReceiver::Serve(grpc::ServerContext* context, Stream* stream,
+                                 const FindSession& find) {
   Place place(this, context);
   if (!place.taken()) {
     return absl::ResourceExhaustedError(
@@ -127,12 +135,14 @@ absl::Status MoveReceiver::Serve(grpc::ServerContext* context, Stream* stream, c
   KVD_RETURN_IF_ERROR(Say(v1::MoveReply::STATE_WILLING, stream));
   const absl::Status served = ServeSession(context, stream, session);
   if (!served.ok()) {
-    spdlog::warn("move_aborted session={} reason={}", static_cast<uint64_t>(session.id), LogQuote(served.message()));
+    spdlog::warn("move_aborted session={} reason={}", static_cast<uint64_t>(session.id),
+                 LogQuote(served.message()));
   }
   return served;
 }
 
-absl::Status MoveReceiver::ServeSession(grpc::ServerContext* context, Stream* stream, const SessionHandle& session) {
+absl::Status MoveReceiver::ServeSession(grpc::ServerContext* context, Stream* stream,
+                                        const SessionHandle& session) {
   v1::MoveRequest request;
   if (!stream->Read(&request)) return absl::CancelledError("the caller has gone");
   if (!request.has_join()) return absl::InvalidArgumentError("move: expected join after hello");
@@ -152,11 +162,12 @@ absl::Status MoveReceiver::ServeSession(grpc::ServerContext* context, Stream* st
   return served;
 }
 
-absl::Status MoveReceiver::ServeLink(grpc::ServerContext* context, Stream* stream, const SessionHandle& session,
-                                     MoveLink* link) {
+absl::Status MoveReceiver::ServeLink(grpc::ServerContext* context, Stream* stream,
+                                     const SessionHandle& session, MoveLink* link) {
   const auto go_on = [context] {
-    return context->IsCancelled() ? absl::CancelledError("the caller has gone, or its session has ended")
-                                  : absl::OkStatus();
+    return context->IsCancelled()
+               ? absl::CancelledError("the caller has gone, or its session has ended")
+               : absl::OkStatus();
   };
   KVD_RETURN_IF_ERROR(link->Wait(go_on));
   KVD_RETURN_IF_ERROR(Say(v1::MoveReply::STATE_JOINED, stream));
@@ -182,9 +193,10 @@ void MoveReceiver::Tick() {
   const absl::Duration now = options_.clock->Now();
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const Move& move : moves_) {
-    const bool lives = move.session.has_value()
-                           ? options_.sessions->Find(move.session->token, move.session->incarnation).ok()
-                           : now - move.opened < options_.sessions->ttl();
+    const bool lives =
+        move.session.has_value()
+            ? options_.sessions->Find(move.session->token, move.session->incarnation).ok()
+            : now - move.opened < options_.sessions->ttl();
     if (!lives) move.context->TryCancel();
   }
 }

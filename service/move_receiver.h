@@ -1,10 +1,11 @@
 // The destination's end of bulk moves: one call of Pool.Move is one move, with one communicator.
 //
-// Right because: it receives only into slots that the caller's session has reserved and not sealed, and each slot stays
-// pinned until the communicator cannot write to it any more, however the move ends (MoveLink); a slot whose library
-// never lets go is never used again. What has come is a page only once the seal has proved its checksums.
-// Bounds: kMaxMoves at once, those included that are being aborted; a call that names no session within a session TTL, or
-// whose session ends, is cancelled.
+// Right because: it receives only into slots that the caller's session has reserved and not sealed,
+// and each slot stays pinned until the communicator cannot write to it any more, however the move
+// ends (MoveLink); a slot whose library never lets go is never used again. What has come is a page
+// only once the seal has proved its checksums.
+// Bounds: kMaxMoves at once, those included that are being aborted; a call that names no session
+// within a session TTL, or whose session ends, is cancelled.
 // Thread safety: safe.
 
 #ifndef LOCKS_KVD_SERVICE_MOVE_RECEIVER_H_
@@ -46,11 +47,13 @@ class MoveReceiver {
   ~MoveReceiver();
 
   using Stream = grpc::ServerReaderWriter<locks_kvd::v1::MoveReply, locks_kvd::v1::MoveRequest>;
-  using FindSession = std::function<absl::StatusOr<SessionHandle>(const locks_kvd::v1::SessionRef&)>;
-  // One call, from its first message to its end. kFailedPrecondition: there can be no communicator of these two, and why;
-  // kResourceExhausted: too many moves; kPermissionDenied: not a mover's session; kInvalidArgument: what no correct
-  // daemon sends; kNotFound, kFailedPrecondition: no such reservation, or it is being sealed; kDeadlineExceeded,
-  // kUnavailable: the communicator; kCancelled: the caller.
+  using FindSession =
+      std::function<absl::StatusOr<SessionHandle>(const locks_kvd::v1::SessionRef&)>;
+  // One call, from its first message to its end. kFailedPrecondition: there can be no communicator
+  // of these two, and why; kResourceExhausted: too many moves; kPermissionDenied: not a mover's
+  // session; kInvalidArgument: what no correct daemon sends; kNotFound, kFailedPrecondition: no
+  // such reservation, or it is being sealed; kDeadlineExceeded, kUnavailable: the communicator;
+  // kCancelled: the caller.
   absl::Status Serve(grpc::ServerContext* context, Stream* stream, const FindSession& find);
 
   // Cancels calls whose session has ended. Called every now and then.
@@ -69,9 +72,12 @@ class MoveReceiver {
   // Takes a place among the moves, for as long as it lives.
   class Place;
 
-  absl::Status CheckWilling(const locks_kvd::v1::MoveRequest::Hello& hello, const Arena& arena) const;
-  absl::Status ServeSession(grpc::ServerContext* context, Stream* stream, const SessionHandle& session);
-  absl::Status ServeLink(grpc::ServerContext* context, Stream* stream, const SessionHandle& session, MoveLink* link);
+  absl::Status CheckWilling(const locks_kvd::v1::MoveRequest::Hello& hello,
+                            const Arena& arena) const;
+  absl::Status ServeSession(grpc::ServerContext* context, Stream* stream,
+                            const SessionHandle& session);
+  absl::Status ServeLink(grpc::ServerContext* context, Stream* stream, const SessionHandle& session,
+                         MoveLink* link);
   void Reap();
 
   const Options options_;

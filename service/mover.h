@@ -1,5 +1,6 @@
-// How the bytes of sealed pages get into reservations at another daemon. What surrounds them, reserving and sealing with
-// proof by checksums, is the same for every carrier (service/peer_session.h).
+// How the bytes of sealed pages get into reservations at another daemon. What surrounds them,
+// reserving and sealing with proof by checksums, is the same for every carrier
+// (service/peer_session.h).
 //
 // Thread safety: compatible. Blocking: Move, within the carrier's own limits.
 
@@ -28,9 +29,9 @@ class Mover {
  public:
   virtual ~Mover() = default;
   virtual Carrier carrier() const = 0;
-  // Brings units and records of pages that cannot change meanwhile (Arena::BeginCopying). Returns the checksum of each
-  // page's records as they are here, by which the seal proves them. After an error nothing is known of the reservations:
-  // give them up.
+  // Brings units and records of pages that cannot change meanwhile (Arena::BeginCopying). Returns
+  // the checksum of each page's records as they are here, by which the seal proves them. After an
+  // error nothing is known of the reservations: give them up.
   virtual absl::StatusOr<std::vector<uint64_t>> Move(std::span<const MovedPage> pages) = 0;
 };
 

@@ -49,13 +49,17 @@ bool Find(void* library, const char* name, Function* function) {
 }
 
 bool FindAll(void* library, Functions* f) {
-  return Find(library, "ncclGetVersion", &f->get_version) && Find(library, "ncclGetUniqueId", &f->get_unique_id) &&
+  return Find(library, "ncclGetVersion", &f->get_version) &&
+         Find(library, "ncclGetUniqueId", &f->get_unique_id) &&
          Find(library, "ncclCommInitRankConfig", &f->comm_init) &&
          Find(library, "ncclCommGetAsyncError", &f->comm_get_async_error) &&
-         Find(library, "ncclCommFinalize", &f->comm_finalize) && Find(library, "ncclCommDestroy", &f->comm_destroy) &&
-         Find(library, "ncclCommAbort", &f->comm_abort) && Find(library, "ncclGroupStart", &f->group_start) &&
+         Find(library, "ncclCommFinalize", &f->comm_finalize) &&
+         Find(library, "ncclCommDestroy", &f->comm_destroy) &&
+         Find(library, "ncclCommAbort", &f->comm_abort) &&
+         Find(library, "ncclGroupStart", &f->group_start) &&
          Find(library, "ncclGroupEnd", &f->group_end) && Find(library, "ncclSend", &f->send) &&
-         Find(library, "ncclRecv", &f->receive) && Find(library, "ncclGetErrorString", &f->error_string) &&
+         Find(library, "ncclRecv", &f->receive) &&
+         Find(library, "ncclGetErrorString", &f->error_string) &&
          Find(library, "ncclGetLastError", &f->last_error);
 }
 
@@ -68,18 +72,20 @@ class NcclCommunicator final : public Communicator {
   explicit NcclCommunicator(const Functions& nccl) : nccl_(nccl) {}
   // A stream that is not idle has been waited for: MoveLink.
   ~NcclCommunicator() override {
-    if (comm_ != nullptr) (void)(phase_ == Phase::kFinishing ? nccl_.comm_destroy(comm_) : nccl_.comm_abort(comm_));
+    if (comm_ != nullptr)
+      (void)(phase_ == Phase::kFinishing ? nccl_.comm_destroy(comm_) : nccl_.comm_abort(comm_));
     if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
   }
 
   absl::Status Join(const std::string& id, MoveEnd end, int gpu) {
     ncclUniqueId name;
     if (id.size() != sizeof(name.internal)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("communicator_id: expected ", sizeof(name.internal), " bytes, got ", id.size()));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "communicator_id: expected ", sizeof(name.internal), " bytes, got ", id.size()));
     }
     std::memcpy(name.internal, id.data(), id.size());
-    if (const cudaError_t set = cudaSetDevice(gpu); set != cudaSuccess) return CudaError("cudaSetDevice", set);
+    if (const cudaError_t set = cudaSetDevice(gpu); set != cudaSuccess)
+      return CudaError("cudaSetDevice", set);
     int least = 0;
     int greatest = 0;
     (void)cudaDeviceGetStreamPriorityRange(&least, &greatest);
@@ -90,7 +96,8 @@ class NcclCommunicator final : public Communicator {
     config.minCTAs = kMinCtas;
     config.maxCTAs = kMaxCtas;
     const int ends = end == MoveEnd::kAlone ? 1 : 2;
-    return Begun(nccl_.comm_init(&comm_, ends, name, end == MoveEnd::kDestination ? 1 : 0, &config), Phase::kJoining);
+    return Begun(nccl_.comm_init(&comm_, ends, name, end == MoveEnd::kDestination ? 1 : 0, &config),
+                 Phase::kJoining);
   }
 
   absl::StatusOr<Progress> Poll() override {
@@ -121,7 +128,9 @@ class NcclCommunicator final : public Communicator {
   void Abort() override {
     if (comm_ != nullptr) (void)nccl_.comm_abort(std::exchange(comm_, nullptr));
   }
-  bool IsQuiet() override { return stream_ == nullptr || cudaStreamQuery(stream_) != cudaErrorNotReady; }
+  bool IsQuiet() override {
+    return stream_ == nullptr || cudaStreamQuery(stream_) != cudaErrorNotReady;
+  }
 
  private:
   enum class Phase { kJoining, kMoving, kFinishing };
@@ -130,7 +139,8 @@ class NcclCommunicator final : public Communicator {
   template <typename One>
   absl::Status Move(std::span<const MovePiece> pieces, const One& one) {
     ncclResult_t result = nccl_.group_start();
-    for (size_t i = 0; i < pieces.size() && (result == ncclSuccess || result == ncclInProgress); ++i) {
+    for (size_t i = 0; i < pieces.size() && (result == ncclSuccess || result == ncclInProgress);
+         ++i) {
       result = one(pieces[i]);
     }
     const ncclResult_t ended = nccl_.group_end();
@@ -167,8 +177,8 @@ class NcclLibrary final : public CommunicatorLibrary {
   absl::StatusOr<std::string> MakeId() const override {
     ncclUniqueId id;
     if (const ncclResult_t made = nccl_.get_unique_id(&id); made != ncclSuccess) {
-      return absl::UnavailableError(absl::StrCat("nccl: a unique id: ", nccl_.error_string(made), ": ",
-                                                 nccl_.last_error(nullptr)));
+      return absl::UnavailableError(absl::StrCat("nccl: a unique id: ", nccl_.error_string(made),
+                                                 ": ", nccl_.last_error(nullptr)));
     }
     return std::string(id.internal, sizeof(id.internal));
   }
@@ -195,9 +205,11 @@ absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> LoadNccl(const std::s
   }
   Functions functions = {};
   int version = 0;
-  if (!FindAll(library, &functions) || functions.get_version(&version) != ncclSuccess || version < kMinVersion) {
-    return absl::FailedPreconditionError(absl::StrCat(name, ": expected NCCL of version ", kMinVersion, " or later, got ",
-                                                      version, ": install a later one"));
+  if (!FindAll(library, &functions) || functions.get_version(&version) != ncclSuccess ||
+      version < kMinVersion) {
+    return absl::FailedPreconditionError(absl::StrCat(name, ": expected NCCL of version ",
+                                                      kMinVersion, " or later, got ", version,
+                                                      ": install a later one"));
   }
   return std::make_shared<const NcclLibrary>(functions, version);
 }
@@ -210,11 +222,16 @@ absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> LoadNccl(const std::s
 
 #endif
 
-absl::Status ProveAlone(const std::shared_ptr<const CommunicatorLibrary>& library, const MemoryPlace& place,
-                        absl::Duration limit) {
+absl::Status ProveAlone(const std::shared_ptr<const CommunicatorLibrary>& library,
+                        const MemoryPlace& place, absl::Duration limit) {
   KVD_RETURN_IF_ERROR(library->DeviceOf(place).status());
   KVD_ASSIGN_OR_RETURN(const std::string id, library->MakeId());
-  MoveLink link({.library = library, .id = id, .end = MoveEnd::kAlone, .place = place, .watchdog = limit, .memory = {}});
+  MoveLink link({.library = library,
+                 .id = id,
+                 .end = MoveEnd::kAlone,
+                 .place = place,
+                 .watchdog = limit,
+                 .memory = {}});
   const auto always = [] { return absl::OkStatus(); };
   KVD_RETURN_IF_ERROR(link.Wait(always));
   link.Finish();

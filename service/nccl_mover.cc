@@ -52,8 +52,8 @@ class NcclMover::Call {
     stream_->Read(&reply, this);
     KVD_RETURN_IF_ERROR(Await(limit, go_on));
     if (reply.state() == state) return absl::OkStatus();
-    return absl::InternalError(absl::StrCat("move: expected ", v1::MoveReply::State_Name(state), ", got ",
-                                            v1::MoveReply::State_Name(reply.state())));
+    return absl::InternalError(absl::StrCat("move: expected ", v1::MoveReply::State_Name(state),
+                                            ", got ", v1::MoveReply::State_Name(reply.state())));
   }
   // No more requests: the other end finishes.
   absl::Status Close(const GoOn& go_on) {
@@ -67,7 +67,8 @@ class NcclMover::Call {
     stream_->Finish(&status, this);
     KVD_RETURN_IF_ERROR(Await(limit, go_on));
     // Cancelled there: kCancelled means that this end wanted it.
-    if (status.error_code() == grpc::StatusCode::CANCELLED) return absl::UnavailableError(status.error_message());
+    if (status.error_code() == grpc::StatusCode::CANCELLED)
+      return absl::UnavailableError(status.error_message());
     return FromGrpc(status);
   }
 
@@ -101,7 +102,8 @@ class NcclMover::Call {
   bool over_ = true;  // no call, or its end is known
 };
 
-NcclMover::NcclMover(Options options) : options_(std::move(options)), call_(std::make_unique<Call>()) {}
+NcclMover::NcclMover(Options options)
+    : options_(std::move(options)), call_(std::make_unique<Call>()) {}
 
 absl::StatusOr<std::unique_ptr<NcclMover>> NcclMover::Make(Options options) {
   std::unique_ptr<NcclMover> mover(new NcclMover(std::move(options)));
@@ -123,7 +125,8 @@ absl::Status NcclMover::Failed(const absl::Status& why) {
 
 absl::Status NcclMover::Agree() {
   const auto go_on = [this] { return GoOn(); };
-  KVD_ASSIGN_OR_RETURN(const std::string device, options_.library->DeviceOf(options_.arena->memory().place()));
+  KVD_ASSIGN_OR_RETURN(const std::string device,
+                       options_.library->DeviceOf(options_.arena->memory().place()));
   v1::MoveRequest hello;
   *hello.mutable_hello()->mutable_session() = options_.session;
   hello.mutable_hello()->set_library(options_.library->version());
@@ -169,8 +172,8 @@ absl::Status NcclMover::MoveBytes(std::span<const MovedPage> pages) {
   KVD_RETURN_IF_ERROR(call_->Say(request, go_on));
   KVD_RETURN_IF_ERROR(call_->Expect(v1::MoveReply::STATE_RECEIVING, kAnswerLimit, go_on));
   link_->Send(std::move(pieces), nullptr);
-  KVD_RETURN_IF_ERROR(
-      call_->Expect(v1::MoveReply::STATE_RECEIVED, options_.watchdog + MoveLink::kStuckAfter, go_on));
+  KVD_RETURN_IF_ERROR(call_->Expect(v1::MoveReply::STATE_RECEIVED,
+                                    options_.watchdog + MoveLink::kStuckAfter, go_on));
   return link_->Wait(go_on);
 }
 

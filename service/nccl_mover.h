@@ -1,11 +1,12 @@
-// The carrier for bulk moves between arenas on two GPUs: NCCL copies from slot to slot, without staging memory and without
-// the hosts' cores.
+// The carrier for bulk moves between arenas on two GPUs: NCCL copies from slot to slot, without
+// staging memory and without the hosts' cores.
 //
-// How: over one stream of calls (Pool.Move) the two daemons agree that it can be, join a communicator of two that lives
-// for one destination's part of a round, and then take turns: which reservations, "receiving", the bytes by NCCL,
-// "received". Whoever fails or is told to stop aborts its end and ends the stream, by which the other one learns and aborts
-// too. After an abort every page is still here, and the reservations there end with the session.
-// See service/mover.h; the other end is service/move_receiver.h.
+// How: over one stream of calls (Pool.Move) the two daemons agree that it can be, join a
+// communicator of two that lives for one destination's part of a round, and then take turns: which
+// reservations, "receiving", the bytes by NCCL, "received". Whoever fails or is told to stop aborts
+// its end and ends the stream, by which the other one learns and aborts too. After an abort every
+// page is still here, and the reservations there end with the session. See service/mover.h; the
+// other end is service/move_receiver.h.
 
 #ifndef LOCKS_KVD_SERVICE_NCCL_MOVER_H_
 #define LOCKS_KVD_SERVICE_NCCL_MOVER_H_
@@ -33,14 +34,15 @@ class NcclMover final : public Mover {
     absl::Duration watchdog = absl::Seconds(10);
     std::function<bool()> go_on;  // asked while it waits: false aborts
   };
-  // Asks and joins. kFailedPrecondition, kUnimplemented: these two daemons cannot, and why. kUnavailable,
-  // kDeadlineExceeded: joining failed or did not end. kCancelled: go_on.
+  // Asks and joins. kFailedPrecondition, kUnimplemented: these two daemons cannot, and why.
+  // kUnavailable, kDeadlineExceeded: joining failed or did not end. kCancelled: go_on.
   static absl::StatusOr<std::unique_ptr<NcclMover>> Make(Options options);
   // Finishes in order if nothing has failed, for at most the watchdog's limit.
   ~NcclMover() override;
 
   Carrier carrier() const override { return Carrier::kNccl; }
-  // REQUIRES: at most kMaxMovedPages; no call before has failed. Errors: as Make, and what the destination says.
+  // REQUIRES: at most kMaxMovedPages; no call before has failed. Errors: as Make, and what the
+  // destination says.
   absl::StatusOr<std::vector<uint64_t>> Move(std::span<const MovedPage> pages) override;
 
  private:

@@ -15,7 +15,8 @@
 
 namespace kvd {
 
-absl::StatusOr<std::unique_ptr<PageStore>> PageStore::Make(const ArenaMemory& memory, const RecordRecipe& recipe) {
+absl::StatusOr<std::unique_ptr<PageStore>> PageStore::Make(const ArenaMemory& memory,
+                                                           const RecordRecipe& recipe) {
 #if KVD_CUDA
   if (memory.place().on_gpu()) return GpuPageStore::Make(memory, recipe);
 #endif
@@ -24,49 +25,55 @@ absl::StatusOr<std::unique_ptr<PageStore>> PageStore::Make(const ArenaMemory& me
 
 void PageStore::GiveExportable(uint8_t*, std::chrono::steady_clock::time_point) const {}
 
-// The records are the sealing daemon's own (their checksum is in its page header), and they hold the checksum of every
-// unit.
+// The records are the sealing daemon's own (their checksum is in its page header), and they hold
+// the checksum of every unit.
 absl::Status PageStore::ProveCopy(uint32_t slot, uint64_t summary_checksum) const {
   const SlotSums sums = SumsOf(slot);
   if (sums.records != summary_checksum) {
-    return absl::DataLossError(
-        absl::StrFormat("the records' checksum is %016x, expected %016x: the copy is refused; send it again",
-                        sums.records, summary_checksum));
+    return absl::DataLossError(absl::StrFormat(
+        "the records' checksum is %016x, expected %016x: the copy is refused; send it again",
+        sums.records, summary_checksum));
   }
   for (size_t unit = 0; unit < sums.units.size(); ++unit) {
     if (sums.units[unit] == sums.expected[unit]) continue;
     const auto heads = static_cast<size_t>(slot_layout_.shard_heads);
-    return absl::DataLossError(absl::StrFormat(
-        "layer %d, head %d: the unit's checksum is not the one in its record: the copy is refused; send it again",
-        unit / heads, unit % heads));
+    return absl::DataLossError(
+        absl::StrFormat("layer %d, head %d: the unit's checksum is not the one in its record: the "
+                        "copy is refused; send it again",
+                        unit / heads, unit % heads));
   }
   return absl::OkStatus();
 }
 
-// Whoever writes a slot next takes the arena's mutex after these stores, and that hand-over orders them before those
-// writes for readers without a lock. (A fence would say the same; ThreadSanitizer does not know fences.)
+// Whoever writes a slot next takes the arena's mutex after these stores, and that hand-over orders
+// them before those writes for readers without a lock. (A fence would say the same; ThreadSanitizer
+// does not know fences.)
 void HostPageStore::PublishGone(std::span<const Gone> gone) {
   for (const Gone& each : gone) {
     memory_.header(each.slot)->generation.store(each.generation, std::memory_order_seq_cst);
   }
 }
 
-// Key and checksum first, then the even generation: a reader that sees it sees them, and the units and records, which
-// were written before.
-void HostPageStore::PublishSealed(uint32_t slot, uint64_t generation, const PageKey& key, uint64_t summary_checksum) {
+// Key and checksum first, then the even generation: a reader that sees it sees them, and the units
+// and records, which were written before.
+void HostPageStore::PublishSealed(uint32_t slot, uint64_t generation, const PageKey& key,
+                                  uint64_t summary_checksum) {
   PageHeader* header = memory_.header(slot);
   const auto words = std::bit_cast<std::array<uint64_t, 2>>(key);
-  // Readers may look at any time; whole-word stores keep what they see defined (the generation judges it).
+  // Readers may look at any time; whole-word stores keep what they see defined (the generation
+  // judges it).
   auto* key_words = reinterpret_cast<uint64_t*>(header->key);
   std::atomic_ref<uint64_t>(key_words[0]).store(words[0], std::memory_order_relaxed);
   std::atomic_ref<uint64_t>(key_words[1]).store(words[1], std::memory_order_relaxed);
-  std::atomic_ref<uint64_t>(header->summary_checksum).store(summary_checksum, std::memory_order_relaxed);
+  std::atomic_ref<uint64_t>(header->summary_checksum)
+      .store(summary_checksum, std::memory_order_relaxed);
   header->generation.store(generation, std::memory_order_release);
 }
 
 void HostPageStore::WriteUnits(std::span<const UnitWrite> writes) {
   for (const UnitWrite& write : writes) {
-    std::memcpy(memory_.unit(write.slot, write.layer, write.head), write.from, slot_layout_.unit_bytes);
+    std::memcpy(memory_.unit(write.slot, write.layer, write.head), write.from,
+                slot_layout_.unit_bytes);
   }
 }
 
@@ -76,7 +83,8 @@ void HostPageStore::WriteRecords(std::span<const RecordsWrite> writes) {
   }
 }
 
-absl::StatusOr<uint64_t> HostPageStore::BuildRecords(uint32_t slot, uint32_t shard, uint32_t page_idx) {
+absl::StatusOr<uint64_t> HostPageStore::BuildRecords(uint32_t slot, uint32_t shard,
+                                                     uint32_t page_idx) {
   return SummarizePage({.geometry = &recipe_.geometry,
                         .encoder = recipe_.encoder,
                         .metric = recipe_.metric,
@@ -94,7 +102,8 @@ PageStore::SlotSums HostPageStore::SumsOf(uint32_t slot) const {
   for (int layer = 0; layer < slot_layout_.num_layers; ++layer) {
     for (int head = 0; head < slot_layout_.shard_heads; ++head) {
       sums.units.push_back(Checksum64(memory_.unit(slot, layer, head), slot_layout_.unit_bytes));
-      sums.expected.push_back(UnitChecksumOf(records + slot_layout_.coarse_offset(layer, head), summary));
+      sums.expected.push_back(
+          UnitChecksumOf(records + slot_layout_.coarse_offset(layer, head), summary));
     }
   }
   return sums;
@@ -105,10 +114,11 @@ void HostPageStore::ReadUnits(std::span<const Read> reads, std::span<uint8_t> va
   units.reserve(reads.size());
   for (const Read& read : reads) {
     const FetchEntry& entry = read.entry;
-    units.push_back({memory_.unit(entry.slot, entry.layer, entry.head), memory_.header(entry.slot), entry.generation,
-                     read.to});
+    units.push_back({memory_.unit(entry.slot, entry.layer, entry.head), memory_.header(entry.slot),
+                     entry.generation, read.to});
   }
-  ref::GatherUnits(units.data(), static_cast<int64_t>(units.size()), slot_layout_.unit_bytes, valid.data());
+  ref::GatherUnits(units.data(), static_cast<int64_t>(units.size()), slot_layout_.unit_bytes,
+                   valid.data());
 }
 
 void HostPageStore::ReadSummaries(std::span<const Read> reads, std::span<uint8_t> valid) const {
@@ -124,7 +134,8 @@ void HostPageStore::ReadSummaries(std::span<const Read> reads, std::span<uint8_t
     ref::GatherUnits(&of_records, 1, slot_layout_.summary_bytes(), &valid[i]);
     ref::GatherUnits(&of_header, 1, sizeof(PageHeader), &header_valid);
     valid[i] = valid[i] & header_valid;
-    if (valid[i] == 0) std::memset(reads[i].to, 0, sizeof(PageHeader) + slot_layout_.summary_bytes());
+    if (valid[i] == 0)
+      std::memset(reads[i].to, 0, sizeof(PageHeader) + slot_layout_.summary_bytes());
   }
 }
 

@@ -1,14 +1,15 @@
-// The one place that touches the bytes of an arena's slots, in host memory or in a GPU's: what readers see of a slot, how
-// units come in, how records are built, how bytes go out. Tables, leases, ingest, fetch, moves and verification are the
-// same for both and know no difference.
+// The one place that touches the bytes of an arena's slots, in host memory or in a GPU's: what
+// readers see of a slot, how units come in, how records are built, how bytes go out. Tables,
+// leases, ingest, fetch, moves and verification are the same for both and know no difference.
 //
-// Right because (guarantee G1): PublishGone returns only when no reader can load a byte that is written afterwards
-// without also loading the odd generation; writes are complete when they return; and what was written before
-// PublishSealed is there for everyone who is told of the generation after it returned.
-// Thread safety: safe. The caller sees to it that a slot is written by one thread at a time, and only while its
-// generation is odd (Arena: reserved, pinned).
-// Errors: a GPU that fails takes the pages with it, so the process ends (with a line in the log): workers see a lost
-// daemon, and the one that is started in its place is a stranger (G3).
+// Right because (guarantee G1): PublishGone returns only when no reader can load a byte that is
+// written afterwards without also loading the odd generation; writes are complete when they return;
+// and what was written before PublishSealed is there for everyone who is told of the generation
+// after it returned.
+// Thread safety: safe. The caller sees to it that a slot is written by one thread at a time, and
+// only while its generation is odd (Arena: reserved, pinned).
+// Errors: a GPU that fails takes the pages with it, so the process ends (with a line in the log):
+// workers see a lost daemon, and the one that is started in its place is a stranger (G3).
 
 #ifndef LOCKS_KVD_SERVICE_PAGE_STORE_H_
 #define LOCKS_KVD_SERVICE_PAGE_STORE_H_
@@ -40,10 +41,12 @@ struct RecordRecipe {
 class PageStore {
  public:
   // For arenas of either kind; `memory` must outlive it. Errors: kResourceExhausted.
-  static absl::StatusOr<std::unique_ptr<PageStore>> Make(const ArenaMemory& memory, const RecordRecipe& recipe);
+  static absl::StatusOr<std::unique_ptr<PageStore>> Make(const ArenaMemory& memory,
+                                                         const RecordRecipe& recipe);
   virtual ~PageStore() = default;
 
-  // Where the arena is: bytes are written from, and read into, staging buffers that are reserved for this place.
+  // Where the arena is: bytes are written from, and read into, staging buffers that are reserved
+  // for this place.
   const MemoryPlace& place() const { return memory_.place(); }
 
   // --- what readers see ---
@@ -52,10 +55,11 @@ class PageStore {
     uint32_t slot;
     uint64_t generation;  // odd
   };
-  // In one go for all. Call it before anybody can write to the slots. The arena's mutex is held: on a GPU for as long as
-  // a launch takes, 15 us, or 2 ms where another process keeps the GPU busy.
+  // In one go for all. Call it before anybody can write to the slots. The arena's mutex is held: on
+  // a GPU for as long as a launch takes, 15 us, or 2 ms where another process keeps the GPU busy.
   virtual void PublishGone(std::span<const Gone> gone) = 0;
-  virtual void PublishSealed(uint32_t slot, uint64_t generation, const PageKey& key, uint64_t summary_checksum) = 0;
+  virtual void PublishSealed(uint32_t slot, uint64_t generation, const PageKey& key,
+                             uint64_t summary_checksum) = 0;
 
   // --- writing ---
 
@@ -74,11 +78,13 @@ class PageStore {
 
   // --- sealing ---
 
-  // Builds every record of the page in `slot` from its units; the checksum of all of them. kInvalidArgument if a key or
-  // value is NaN or Inf, naming page, layer, head, token and K or V; the records are then undefined.
-  virtual absl::StatusOr<uint64_t> BuildRecords(uint32_t slot, uint32_t shard, uint32_t page_idx) = 0;
-  // Proves a copy: its records' checksum is `summary_checksum`, and every unit's is the one in its record. kDataLoss says
-  // which is not.
+  // Builds every record of the page in `slot` from its units; the checksum of all of them.
+  // kInvalidArgument if a key or value is NaN or Inf, naming page, layer, head, token and K or V;
+  // the records are then undefined.
+  virtual absl::StatusOr<uint64_t> BuildRecords(uint32_t slot, uint32_t shard,
+                                                uint32_t page_idx) = 0;
+  // Proves a copy: its records' checksum is `summary_checksum`, and every unit's is the one in its
+  // record. kDataLoss says which is not.
   absl::Status ProveCopy(uint32_t slot, uint64_t summary_checksum) const;
 
   // --- reading, proved by the generation like any reader's copy ---
@@ -94,17 +100,19 @@ class PageStore {
 
   // --- pieces that another process of this host reads from the GPU while they travel ---
 
-  // kMaxPieceBytes of the arena's GPU, for ReadUnits to read into and UCX to show to a peer; null: none is free, or the arena
-  // is in host memory. A process that was shown it once can read and write it from then on: it is this arena's for ever, so
-  // that no other tenant's bytes are ever in it.
+  // kMaxPieceBytes of the arena's GPU, for ReadUnits to read into and UCX to show to a peer; null:
+  // none is free, or the arena is in host memory. A process that was shown it once can read and
+  // write it from then on: it is this arena's for ever, so that no other tenant's bytes are ever in
+  // it.
   virtual uint8_t* TakeExportable() const { return nullptr; }
   // It is not taken again before `usable_from`: until then a peer may still read what is in it.
-  virtual void GiveExportable(uint8_t* piece, std::chrono::steady_clock::time_point usable_from) const;
+  virtual void GiveExportable(uint8_t* piece,
+                              std::chrono::steady_clock::time_point usable_from) const;
 
   // --- reading a page that cannot change meanwhile (Arena::BeginCopying) ---
 
   struct PageBytes {
-    const uint8_t* units;    // [L][shard heads], in host memory
+    const uint8_t* units;  // [L][shard heads], in host memory
     const uint8_t* records;
     uint64_t summary_checksum;
   };
@@ -114,7 +122,8 @@ class PageStore {
   virtual std::vector<uint64_t> SummaryChecksums(std::span<const uint32_t> slots) const = 0;
 
  protected:
-  explicit PageStore(const ArenaMemory& memory) : memory_(memory), slot_layout_(memory.shape().slot) {}
+  explicit PageStore(const ArenaMemory& memory)
+      : memory_(memory), slot_layout_(memory.shape().slot) {}
 
   // Checksums of what is in a slot.
   struct SlotSums {
@@ -131,10 +140,12 @@ class PageStore {
 // In the memory of this process.
 class HostPageStore final : public PageStore {
  public:
-  HostPageStore(const ArenaMemory& memory, const RecordRecipe& recipe) : PageStore(memory), recipe_(recipe) {}
+  HostPageStore(const ArenaMemory& memory, const RecordRecipe& recipe)
+      : PageStore(memory), recipe_(recipe) {}
 
   void PublishGone(std::span<const Gone> gone) override;
-  void PublishSealed(uint32_t slot, uint64_t generation, const PageKey& key, uint64_t summary_checksum) override;
+  void PublishSealed(uint32_t slot, uint64_t generation, const PageKey& key,
+                     uint64_t summary_checksum) override;
   void WriteUnits(std::span<const UnitWrite> writes) override;
   void WriteRecords(std::span<const RecordsWrite> writes) override;
   absl::StatusOr<uint64_t> BuildRecords(uint32_t slot, uint32_t shard, uint32_t page_idx) override;

@@ -71,8 +71,9 @@ class PageTable {
   std::optional<uint32_t> Reserve(const PageId& page, uint32_t page_idx, uint64_t word = 0);
   // Reserved -> sealed. Returns the new (even) generation; the caller publishes it after this.
   uint64_t Seal(uint32_t slot);
-  // Reserved, and stays so: the even generation that Seal would have given was published and told to nobody. Returns the
-  // odd one after it, which the caller publishes before anything can be written to the slot.
+  // Reserved, and stays so: the even generation that Seal would have given was published and told
+  // to nobody. Returns the odd one after it, which the caller publishes before anything can be
+  // written to the slot.
   uint64_t SkipSeal(uint32_t slot);
   // Sealed -> free. Returns the new (odd) generation, which the caller publishes before anything
   // can be written to the slot. REQUIRES: nobody leases the slot.

@@ -19,7 +19,8 @@ template <typename Bytes>
 absl::StatusOr<Bytes> BytesOf(const std::string& text) {
   Bytes bytes;
   if (text.size() != bytes.size()) {
-    return absl::InternalError(absl::StrCat("expected ", bytes.size(), " bytes, got ", text.size()));
+    return absl::InternalError(
+        absl::StrCat("expected ", bytes.size(), " bytes, got ", text.size()));
   }
   std::memcpy(bytes.data(), text.data(), bytes.size());
   return bytes;
@@ -47,7 +48,8 @@ absl::StatusOr<std::unique_ptr<PeerSession>> PeerSession::Open(const std::string
   return session;
 }
 
-absl::Status PeerSession::Attach(const std::string& address, const TlsFiles& tls, UcxWorker* worker) {
+absl::Status PeerSession::Attach(const std::string& address, const TlsFiles& tls,
+                                 UcxWorker* worker) {
   address_ = address;
   KVD_ASSIGN_OR_RETURN(const auto channel, OpenGrpcChannel(address, tls));
   stub_ = v1::Pool::NewStub(channel);
@@ -69,17 +71,18 @@ absl::Status PeerSession::Attach(const std::string& address, const TlsFiles& tls
   session_ = reply.session();
   KVD_ASSIGN_OR_RETURN(const auto incarnation, BytesOf<Incarnation>(session_.incarnation()));
   KVD_ASSIGN_OR_RETURN(const auto token, BytesOf<SessionToken>(session_.token()));
-  heartbeat_ = std::make_unique<HeartbeatStream>(stub_.get(), session_, [](const v1::SessionEvent&) {});
+  heartbeat_ =
+      std::make_unique<HeartbeatStream>(stub_.get(), session_, [](const v1::SessionEvent&) {});
   heartbeat_interval_ = absl::Milliseconds(reply.heartbeat_ms());
   last_ping_ = clock_.Now();
   heartbeat_->Ping();
-  KVD_ASSIGN_OR_RETURN(mover_, UcxMover::Make(&arena_, worker, reply.ucx().worker_address(), incarnation, token,
-                                              timeout_));
+  KVD_ASSIGN_OR_RETURN(mover_, UcxMover::Make(&arena_, worker, reply.ucx().worker_address(),
+                                              incarnation, token, timeout_));
   return absl::OkStatus();
 }
 
-absl::Status PeerSession::UseNccl(std::shared_ptr<const CommunicatorLibrary> library, absl::Duration watchdog,
-                                  std::function<bool()> go_on) {
+absl::Status PeerSession::UseNccl(std::shared_ptr<const CommunicatorLibrary> library,
+                                  absl::Duration watchdog, std::function<bool()> go_on) {
   const auto keep_on = [this, go_on = std::move(go_on)] {
     KeepAlive();
     return go_on();
@@ -105,7 +108,8 @@ PeerSession::~PeerSession() {
   if (!session_.token().empty()) {
     v1::DetachRequest request;
     v1::DetachReply reply;
-    (void)Call(request, &reply, &v1::Pool::Stub::Detach, "detach");  // else the session's TTL ends it
+    (void)Call(request, &reply, &v1::Pool::Stub::Detach,
+               "detach");  // else the session's TTL ends it
   }
 }
 
@@ -156,8 +160,8 @@ absl::Status PeerSession::Reserve(Batch& batch, std::span<const SealedCopy> page
   v1::ReserveReply reply;
   KVD_RETURN_IF_ERROR(Call(request, &reply, &v1::Pool::Stub::Reserve, "reserve"));
   if (static_cast<size_t>(reply.results_size()) != pages.size()) {
-    return absl::InternalError(absl::StrCat("reserve at ", address_, ": ", pages.size(), " results expected, got ",
-                                            reply.results_size()));
+    return absl::InternalError(absl::StrCat("reserve at ", address_, ": ", pages.size(),
+                                            " results expected, got ", reply.results_size()));
   }
   absl::Status status;
   for (size_t i = 0; i < pages.size(); ++i) {
@@ -185,7 +189,8 @@ absl::Status PeerSession::Reserve(Batch& batch, std::span<const SealedCopy> page
 absl::Status PeerSession::Send(Batch& batch, uint64_t* bytes) {
   const SlotLayout& slot = arena_.memory().shape().slot;
   std::vector<MovedPage> pages;
-  for (size_t i = 0; i < batch.pages.size(); ++i) pages.push_back({batch.pages[i].location.slot, batch.tickets[i]});
+  for (size_t i = 0; i < batch.pages.size(); ++i)
+    pages.push_back({batch.pages[i].location.slot, batch.tickets[i]});
   absl::StatusOr<std::vector<uint64_t>> moved = mover_->Move(pages);
   if (!moved.ok()) return carrier_problem_ = moved.status();
   batch.summary_checksums = *std::move(moved);

@@ -1,8 +1,10 @@
-// A session with another daemon's arena of the same tenant and model, to bring it copies of sealed pages.
+// A session with another daemon's arena of the same tenant and model, to bring it copies of sealed
+// pages.
 //
-// Why the ordinary calls: a copy is reserved, sent and sealed like a worker's page, so the other daemon's
-// limits, checks and metrics hold for it too; only its records come with it and are proved instead of built, so that every copy of a
-// page is the same bytes. The bytes go by UCX, or by NCCL once UseNccl has succeeded.
+// Why the ordinary calls: a copy is reserved, sent and sealed like a worker's page, so the other
+// daemon's limits, checks and metrics hold for it too; only its records come with it and are proved
+// instead of built, so that every copy of a page is the same bytes. The bytes go by UCX, or by NCCL
+// once UseNccl has succeeded.
 // Thread safety: compatible. Blocking: every call up to the timeout, or NCCL's watchdog.
 
 #ifndef LOCKS_KVD_SERVICE_PEER_SESSION_H_
@@ -40,33 +42,39 @@ enum class CopyOutcome {
 class PeerSession {
  public:
   // `worker` must outlive the session. Errors: as Attach, and kUnavailable without UCX there.
-  static absl::StatusOr<std::unique_ptr<PeerSession>> Open(const std::string& address, const TlsFiles& tls,
-                                                           std::shared_ptr<Arena> arena, UcxWorker* worker,
+  static absl::StatusOr<std::unique_ptr<PeerSession>> Open(const std::string& address,
+                                                           const TlsFiles& tls,
+                                                           std::shared_ptr<Arena> arena,
+                                                           UcxWorker* worker,
                                                            absl::Duration timeout);
   // Detaches, best effort.
   ~PeerSession();
 
-  // From now on bytes go by NCCL. Errors: as NcclMover::Make; bytes then go by UCX as before. `go_on`: asked while NCCL is
-  // waited for; false ends that.
+  // From now on bytes go by NCCL. Errors: as NcclMover::Make; bytes then go by UCX as before.
+  // `go_on`: asked while NCCL is waited for; false ends that.
   absl::Status UseNccl(std::shared_ptr<const CommunicatorLibrary> library, absl::Duration watchdog,
                        std::function<bool()> go_on);
   Carrier carrier() const { return mover_->carrier(); }
-  // Not OK once the carrier has failed, or the seal has refused what it brought: open another session, since of this one's reservations nothing is known.
+  // Not OK once the carrier has failed, or the seal has refused what it brought: open another
+  // session, since of this one's reservations nothing is known.
   const absl::Status& carrier_problem() const { return carrier_problem_; }
   // Pings if it is time to. Whoever waits between or within calls calls it every now and then.
   void KeepAlive();
 
   // Copies pages of one shard. One outcome a page; those that are kFailed say why by the status:
-  // kResourceExhausted: the other daemon is full; kUnavailable, kAborted, kDeadlineExceeded: it is draining,
-  // gone or slow; kDataLoss: bytes were damaged on the way. Adds the bytes sent to `bytes`.
-  absl::Status Copy(std::span<const SealedCopy> pages, std::span<CopyOutcome> outcomes, uint64_t* bytes);
+  // kResourceExhausted: the other daemon is full; kUnavailable, kAborted, kDeadlineExceeded: it is
+  // draining, gone or slow; kDataLoss: bytes were damaged on the way. Adds the bytes sent to
+  // `bytes`.
+  absl::Status Copy(std::span<const SealedCopy> pages, std::span<CopyOutcome> outcomes,
+                    uint64_t* bytes);
 
  private:
   struct Batch;
   PeerSession(std::shared_ptr<Arena> arena, absl::Duration timeout)
       : shared_arena_(std::move(arena)), arena_(*shared_arena_), timeout_(timeout) {}
   absl::Status Attach(const std::string& address, const TlsFiles& tls, UcxWorker* worker);
-  absl::Status Reserve(Batch& batch, std::span<const SealedCopy> pages, std::span<CopyOutcome> outcomes);
+  absl::Status Reserve(Batch& batch, std::span<const SealedCopy> pages,
+                       std::span<CopyOutcome> outcomes);
   absl::Status Send(Batch& batch, uint64_t* bytes);
   absl::Status Seal(const Batch& batch, std::span<CopyOutcome> outcomes);
   template <typename Request, typename Reply, typename Method>

@@ -290,10 +290,9 @@ grpc::Status PoolService::Reserve(grpc::ServerContext* context, const v1::Reserv
           absl::StrFormat("pages.placement_words: expected none or one for each of %d keys, got %d",
                           keys.size(), words.size()));
     }
-    KVD_ASSIGN_OR_RETURN(
-        const ReserveOutcome outcome,
-        session.arena->Reserve(session.id, keys, page_idx, request->shard(),
-                               {words.data(), static_cast<size_t>(words.size())}));
+    KVD_ASSIGN_OR_RETURN(const ReserveOutcome outcome,
+                         session.arena->Reserve(session.id, keys, page_idx, request->shard(),
+                                                {words.data(), static_cast<size_t>(words.size())}));
     for (const ReserveOutcome::Page& page : outcome.pages) {
       v1::ReserveReply::Result* result = reply->add_results();
       result->set_state(ToProto(page.state));
@@ -316,9 +315,10 @@ grpc::Status PoolService::Seal(grpc::ServerContext* context, const v1::SealReque
     const auto& checksums = request->summary_checksums();
     const bool copies = session.kind == SessionKind::kMover;
     if (static_cast<size_t>(checksums.size()) != (copies ? count : 0)) {
-      return absl::InvalidArgumentError(absl::StrFormat(
-          "summary_checksums: expected one for each of %d tickets from a mover, none from a worker, got %d",
-          count, checksums.size()));
+      return absl::InvalidArgumentError(
+          absl::StrFormat("summary_checksums: expected one for each of %d tickets from a mover, "
+                          "none from a worker, got %d",
+                          count, checksums.size()));
     }
     std::vector<absl::StatusOr<SealOutcome>> outcomes(
         count, absl::DeadlineExceededError(
@@ -381,9 +381,10 @@ grpc::Status PoolService::Release(grpc::ServerContext* context, const v1::Releas
 
 grpc::Status PoolService::Move(grpc::ServerContext* context, MoveReceiver::Stream* stream) {
   return Serve(Rpc::kMove, *context, [&](const PeerIdentity& peer) -> absl::Status {
-    if (options_.moves == nullptr) return absl::FailedPreconditionError("this daemon takes pages by UCX alone");
-    return options_.moves->Serve(context, stream,
-                                 [&](const v1::SessionRef& session) { return FindSession(peer, session); });
+    if (options_.moves == nullptr)
+      return absl::FailedPreconditionError("this daemon takes pages by UCX alone");
+    return options_.moves->Serve(
+        context, stream, [&](const v1::SessionRef& session) { return FindSession(peer, session); });
   });
 }
 

@@ -5,8 +5,8 @@
 #include "kernels/checksum.h"
 
 namespace kvd {
-absl::Status NonFiniteError(const KvGeometry& geometry, uint32_t shard, uint32_t page_idx, int layer, int head,
-                            int64_t value_idx) {
+absl::Status NonFiniteError(const KvGeometry& geometry, uint32_t shard, uint32_t page_idx,
+                            int layer, int head, int64_t value_idx) {
   const int64_t head_dim = geometry.head_dim;
   const int64_t half = head_dim * geometry.page_tokens;
   const bool is_key = value_idx < half;

@@ -37,9 +37,10 @@ struct SummarizeJob {
 // or value is NaN or Inf, naming page, layer, head, token and K or V; `records` is then undefined.
 absl::StatusOr<uint64_t> SummarizePage(const SummarizeJob& job);
 
-// Why a page is refused: value `value_idx` of the K and V of one unit (FirstNonFinite) is NaN or Inf.
-absl::Status NonFiniteError(const KvGeometry& geometry, uint32_t shard, uint32_t page_idx, int layer, int head,
-                            int64_t value_idx);
+// Why a page is refused: value `value_idx` of the K and V of one unit (FirstNonFinite) is NaN or
+// Inf.
+absl::Status NonFiniteError(const KvGeometry& geometry, uint32_t shard, uint32_t page_idx,
+                            int layer, int head, int64_t value_idx);
 
 // Runs batches of page-sized work on a fixed number of threads, one item of each batch in turn, so
 // that a caller with a thousand pages does not keep one with a single page waiting.

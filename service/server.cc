@@ -58,7 +58,8 @@ absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> NcclOf(const DaemonCo
   if (with_gpu == config.arenas().end()) return absl::FailedPreconditionError("no arena has a gpu");
   const auto& nccl = config.cluster().nccl();
   KVD_ASSIGN_OR_RETURN(auto library, LoadNccl(nccl.library()));
-  KVD_RETURN_IF_ERROR(ProveAlone(library, OnGpu(with_gpu->gpu()), absl::Milliseconds(nccl.watchdog_ms())));
+  KVD_RETURN_IF_ERROR(
+      ProveAlone(library, OnGpu(with_gpu->gpu()), absl::Milliseconds(nccl.watchdog_ms())));
   return library;
 }
 
@@ -94,7 +95,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   admin.slowlog = &p.slowlog;
   admin.arenas = &p.arenas;
   admin.config = [&p] { return PrintConfig(p.ConfigInForce()); };
-  admin.drain = [s = server.get()](absl::Duration limit, bool exit) -> absl::StatusOr<DrainOutcome> {
+  admin.drain = [s = server.get()](absl::Duration limit,
+                                   bool exit) -> absl::StatusOr<DrainOutcome> {
     if (!s->parts_->serving.load(std::memory_order_acquire)) {
       return absl::UnavailableError("the daemon is starting: try again in a moment");
     }
@@ -123,7 +125,8 @@ absl::Status Server::Parts::Start() {
   const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
   sealer = std::make_unique<Sealer>(static_cast<int>(std::min(4u, cores)));
   MoveReceiver::Options receiver = {.sessions = sessions.get(), .clock = &clock, .library = nccl};
-  if (config.cluster().has_nccl()) receiver.watchdog = absl::Milliseconds(config.cluster().nccl().watchdog_ms());
+  if (config.cluster().has_nccl())
+    receiver.watchdog = absl::Milliseconds(config.cluster().nccl().watchdog_ms());
   moves = std::make_unique<MoveReceiver>(std::move(receiver));
   PoolOptions options;
   options.moves = moves.get();
@@ -248,7 +251,8 @@ DrainResult Server::Drain(absl::Duration limit, const std::string& reason) {
   p.pool->StartDraining(reason);
   const absl::Duration end = p.clock.Now() + wait;
   if (p.cluster != nullptr) {
-    const auto moved = p.cluster->Drain(wait, [&p] { return p.SleepUnlessStopping(absl::ZeroDuration()); });
+    const auto moved =
+        p.cluster->Drain(wait, [&p] { return p.SleepUnlessStopping(absl::ZeroDuration()); });
     spdlog::info("drain_moved pages={} left={} problem={}", moved.moved, moved.left,
                  LogQuote(moved.problem.message()));
   }

@@ -27,7 +27,8 @@ class Server {
   // Serves when it returns. REQUIRES: `config` was checked (LoadConfig).
   // Errors: what could not be had and what to do; nothing keeps running.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const locks_kvd::v1::DaemonConfig& config);
-  // The same with the library of bulk moves given, or why there is none, instead of the one that cluster.nccl names.
+  // The same with the library of bulk moves given, or why there is none, instead of the one that
+  // cluster.nccl names.
   static absl::StatusOr<std::unique_ptr<Server>> Start(
       const locks_kvd::v1::DaemonConfig& config,
       absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> nccl);

@@ -1,7 +1,8 @@
-// What a Server is made of. Internal to server*.cc: server.cc starts, drains and stops it, server_upkeep.cc watches over it.
+// What a Server is made of. Internal to server*.cc: server.cc starts, drains and stops it,
+// server_upkeep.cc watches over it.
 //
-// Thread safety: the parts are set up by Start before any thread of theirs runs; what changes afterwards is atomic or
-// guarded by `mutex`.
+// Thread safety: the parts are set up by Start before any thread of theirs runs; what changes
+// afterwards is atomic or guarded by `mutex`.
 
 #ifndef LOCKS_KVD_SERVICE_SERVER_PARTS_H_
 #define LOCKS_KVD_SERVICE_SERVER_PARTS_H_
@@ -35,7 +36,8 @@
 namespace kvd {
 
 struct Server::Parts {
-  Parts(const locks_kvd::v1::DaemonConfig& c, absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> library)
+  Parts(const locks_kvd::v1::DaemonConfig& c,
+        absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> library)
       : config(c), nccl(std::move(library)) {}
   ~Parts();
 
@@ -54,7 +56,8 @@ struct Server::Parts {
   void LogStart() const;
 
   const locks_kvd::v1::DaemonConfig config;
-  const absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> nccl;  // or why bulk moves go by UCX
+  const absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>>
+      nccl;  // or why bulk moves go by UCX
   const SteadyClock clock;
   const Incarnation incarnation = RandomBytes16();
   Metrics metrics;

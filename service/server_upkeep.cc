@@ -1,5 +1,5 @@
-// Server: what is said of it at the start, what its metrics show, and the threads that watch over sessions, arenas and
-// certificates.
+// Server: what is said of it at the start, what its metrics show, and the threads that watch over
+// sessions, arenas and certificates.
 
 #include <algorithm>
 
@@ -17,7 +17,9 @@ namespace {
 constexpr absl::Duration kLiveLimit = absl::Seconds(10);
 constexpr absl::Duration kCertificateCheck = absl::Minutes(1);
 
-std::string KindOf(const MemoryPlace& place) { return place.on_gpu() ? absl::StrCat("gpu gpu=", place.gpu) : "host"; }
+std::string KindOf(const MemoryPlace& place) {
+  return place.on_gpu() ? absl::StrCat("gpu gpu=", place.gpu) : "host";
+}
 
 }  // namespace
 
@@ -28,11 +30,11 @@ void Server::Parts::LogStart() const {
     const ArenaShape& shape = arena->memory().shape();
     spdlog::info(
         "memory arena={}/{} kind={} slots={} slot_bytes={} record_bytes={} slabs={} encoder={}",
-        arena->tenant(), arena->model(), KindOf(arena->memory().place()), shape.num_slots - 1, shape.slot.slot_bytes(),
-        shape.slot.summary_bytes(), shape.num_slabs(), EncoderName(arena->options().encoder));
+        arena->tenant(), arena->model(), KindOf(arena->memory().place()), shape.num_slots - 1,
+        shape.slot.slot_bytes(), shape.slot.summary_bytes(), shape.num_slabs(),
+        EncoderName(arena->options().encoder));
   }
-  for (const std::string& path : Offers().report)
-    spdlog::info("path offer={}", LogQuote(path));
+  for (const std::string& path : Offers().report) spdlog::info("path offer={}", LogQuote(path));
   spdlog::info("serving control={} health={} metrics={} tls={}", ready.control_address(),
                ready.health_address(), ready.metrics_address(), !IsInsecure(config));
   if (IsInsecure(config)) {

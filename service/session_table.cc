@@ -52,7 +52,8 @@ absl::StatusOr<AttachedSession> SessionTable::Attach(std::shared_ptr<Arena> aren
   const std::lock_guard<std::mutex> lock(mutex_);
   uint32_t of_tenant = 0;
   for (const auto& [unused, session] : sessions_) {
-    const bool counts = session.kind == SessionKind::kWorker && session.arena->tenant() == arena->tenant();
+    const bool counts =
+        session.kind == SessionKind::kWorker && session.arena->tenant() == arena->tenant();
     of_tenant += counts ? 1 : 0;
   }
   if (kind == SessionKind::kWorker && of_tenant >= options_.sessions_per_tenant) {
@@ -84,8 +85,8 @@ void SessionTable::Lose(const SessionToken& token, const Incarnation& incarnatio
   (void)End(token, incarnation, SessionEnd::kLost);
 }
 
-absl::StatusOr<SessionHandle> SessionTable::End(const SessionToken& token, const Incarnation& incarnation,
-                                                SessionEnd why) {
+absl::StatusOr<SessionHandle> SessionTable::End(const SessionToken& token,
+                                                const Incarnation& incarnation, SessionEnd why) {
   SessionHandle ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -74,8 +74,8 @@ class SessionTable {
   absl::StatusOr<SessionHandle> Ping(const SessionToken& token, const Incarnation& incarnation);
   // Ends the session in order. Errors as Find.
   absl::Status Detach(const SessionToken& token, const Incarnation& incarnation);
-  // Ends a session that asks but cannot be answered: its client learns of it and attaches again. Nothing happens if
-  // there is no such session.
+  // Ends a session that asks but cannot be answered: its client learns of it and attaches again.
+  // Nothing happens if there is no such session.
   void Lose(const SessionToken& token, const Incarnation& incarnation);
   // Ends the sessions that were silent for a TTL. Returns them, as they were.
   std::vector<SessionInfo> EndSilent();
@@ -96,7 +96,8 @@ class SessionTable {
 
   absl::StatusOr<Sessions::const_iterator> FindLocked(const SessionToken& token,
                                                       const Incarnation& incarnation) const;
-  absl::StatusOr<SessionHandle> End(const SessionToken& token, const Incarnation& incarnation, SessionEnd why);
+  absl::StatusOr<SessionHandle> End(const SessionToken& token, const Incarnation& incarnation,
+                                    SessionEnd why);
   SessionInfo Info(const Session& session, absl::Duration now) const;
 
   const Options options_;

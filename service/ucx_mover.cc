@@ -7,7 +7,8 @@ namespace kvd {
 absl::StatusOr<std::unique_ptr<UcxMover>> UcxMover::Make(const Arena* arena, UcxWorker* worker,
                                                          const std::string& remote_address,
                                                          const Incarnation& incarnation,
-                                                         const SessionToken& session, absl::Duration timeout) {
+                                                         const SessionToken& session,
+                                                         absl::Duration timeout) {
   std::unique_ptr<UcxMover> mover(new UcxMover(arena, timeout));
   KVD_ASSIGN_OR_RETURN(mover->channel_,
                        IngestChannel::Connect(worker, remote_address, incarnation, session,

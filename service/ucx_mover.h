@@ -1,4 +1,5 @@
-// The carrier that is always there: units and records as UCX messages, through staging memory where the arena is on a GPU.
+// The carrier that is always there: units and records as UCX messages, through staging memory where
+// the arena is on a GPU.
 //
 // See service/mover.h.
 
@@ -24,7 +25,8 @@ class UcxMover final : public Mover {
   // `arena` and `worker` must outlive it. Errors: as IngestChannel::Connect.
   static absl::StatusOr<std::unique_ptr<UcxMover>> Make(const Arena* arena, UcxWorker* worker,
                                                         const std::string& remote_address,
-                                                        const Incarnation& incarnation, const SessionToken& session,
+                                                        const Incarnation& incarnation,
+                                                        const SessionToken& session,
                                                         absl::Duration timeout);
   Carrier carrier() const override { return Carrier::kUcx; }
   // kUnavailable, kAborted, kDeadlineExceeded: the other daemon is gone or slow.

@@ -1,7 +1,8 @@
-// How a server of UCX messages ends: no new messages, what is in flight aborted, then a bounded wait.
+// How a server of UCX messages ends: no new messages, what is in flight aborted, then a bounded
+// wait.
 //
-// Why one place: a server's buffers must outlive every operation that UCX may still write to or read from, and
-// both servers (fetch, ingest) need exactly that.
+// Why one place: a server's buffers must outlive every operation that UCX may still write to or
+// read from, and both servers (fetch, ingest) need exactly that.
 // Thread safety: not from the progress thread. Blocking: up to a second.
 
 #ifndef LOCKS_KVD_SERVICE_UCX_SHUTDOWN_H_
@@ -15,8 +16,8 @@
 
 namespace kvd {
 
-// `server` is a UcxReceiver of `type` and a UcxPoller; its AbortAll() and Idle() are called on the progress
-// thread. What is not idle in time is kept until UCX is shut down.
+// `server` is a UcxReceiver of `type` and a UcxPoller; its AbortAll() and Idle() are called on the
+// progress thread. What is not idle in time is kept until UCX is shut down.
 template <class Server>
 void StopUcxServer(UcxWorker& worker, MessageType type, const std::shared_ptr<Server>& server) {
   using Steady = std::chrono::steady_clock;

@@ -20,8 +20,10 @@ class PageVerifier {
         store_(arena.store()),
         slot_(arena.memory().shape().slot),
         outcome_(*outcome),
-        summary_(summary_buffer_.Reserve(sizeof(PageHeader) + slot_.summary_bytes(), store_.place())),
-        most_units_(std::min(slot_.num_units(), std::max<size_t>(kReadBytes / slot_.unit_bytes, 1))),
+        summary_(
+            summary_buffer_.Reserve(sizeof(PageHeader) + slot_.summary_bytes(), store_.place())),
+        most_units_(
+            std::min(slot_.num_units(), std::max<size_t>(kReadBytes / slot_.unit_bytes, 1))),
         units_(units_buffer_.Reserve(most_units_ * slot_.unit_bytes, store_.place())) {}
 
   void Verify(const SlotView& view) {
@@ -58,7 +60,8 @@ class PageVerifier {
         // Coarse parts stand in the units' order.
         const uint64_t expected = UnitChecksumOf(records() + unit * slot_.coarse_bytes, summary);
         if (Checksum64(units_ + i * slot_.unit_bytes, slot_.unit_bytes) == expected) continue;
-        if (wrong++ == 0) first_wrong = absl::StrCat("layer ", unit / heads, ", head ", unit % heads);
+        if (wrong++ == 0)
+          first_wrong = absl::StrCat("layer ", unit / heads, ", head ", unit % heads);
       }
     }
     if (wrong > 0) return Fail(absl::StrCat(wrong, " units, the first of ", first_wrong));

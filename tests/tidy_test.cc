@@ -1,5 +1,5 @@
-// Goal: the rules of STYLE.md that a program can check. Method: read every tracked source file as text.
-// Prints long files and functions; fails on everything else it finds.
+// Goal: the rules of STYLE.md that a program can check. Method: read every tracked source file as
+// text. Prints long files and functions; fails on everything else it finds.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -21,7 +21,8 @@ namespace {
 namespace fs = std::filesystem;
 
 const fs::path kRoot = KVD_SOURCE_DIR;
-const std::vector<std::string> kFolders = {"kernels", "proto", "service", "client", "tests", "bench"};
+const std::vector<std::string> kFolders = {"kernels", "proto", "service",
+                                           "client",  "tests", "bench"};
 
 struct SourceFile {
   std::string path;  // relative to the root
@@ -45,22 +46,24 @@ const std::vector<SourceFile>& Sources() {
       for (const auto& entry : fs::recursive_directory_iterator(kRoot / folder)) {
         const std::string extension = entry.path().extension();
         if (!entry.is_regular_file()) continue;
-        if (extension != ".h" && extension != ".cc" && extension != ".cu" && extension != ".proto" && extension != ".py")
-          continue;
+        static const std::set<std::string> extensions = {".h",   ".cc",    ".cu", ".cuh",
+                                                         ".inc", ".proto", ".py"};
+        if (extensions.count(extension) == 0) continue;
         SourceFile file = {fs::relative(entry.path(), kRoot).string(), ReadText(entry.path()), {}};
         std::istringstream in(file.text);
         for (std::string line; std::getline(in, line);) file.lines.push_back(line);
         out->push_back(std::move(file));
       }
     }
-    std::sort(out->begin(), out->end(), [](const auto& a, const auto& b) { return a.path < b.path; });
+    std::sort(out->begin(), out->end(),
+              [](const auto& a, const auto& b) { return a.path < b.path; });
     return out;
   }();
   return *files;
 }
 
-// Calls `check(file, line number, line)` for every line of the files that `wanted` accepts and returns what it
-// complains about.
+// Calls `check(file, line number, line)` for every line of the files that `wanted` accepts and
+// returns what it complains about.
 template <class Wanted, class Check>
 std::vector<std::string> Complaints(Wanted wanted, Check check) {
   std::vector<std::string> complaints;
@@ -68,14 +71,15 @@ std::vector<std::string> Complaints(Wanted wanted, Check check) {
     if (!wanted(file)) continue;
     for (size_t i = 0; i < file.lines.size(); ++i) {
       const std::string complaint = check(file, file.lines[i]);
-      if (!complaint.empty()) complaints.push_back(file.path + ":" + std::to_string(i + 1) + ": " + complaint);
+      if (!complaint.empty())
+        complaints.push_back(file.path + ":" + std::to_string(i + 1) + ": " + complaint);
     }
   }
   return complaints;
 }
 
 bool IsCpp(const SourceFile& file) {
-  return file.extension() == ".h" || file.extension() == ".cc" || file.extension() == ".cu";
+  return file.extension() != ".proto" && file.extension() != ".py";
 }
 
 TEST(TidyTest, IncludesOfOursGoOneWay) {
@@ -85,13 +89,15 @@ TEST(TidyTest, IncludesOfOursGoOneWay) {
       {"service", {"client", "tests", "bench"}},
       {"client", {"service", "tests", "bench"}},
   };
-  EXPECT_THAT(Complaints([&](const SourceFile& f) { return IsCpp(f) && forbidden.count(f.folder()) > 0; },
-                         [&](const SourceFile& f, const std::string& line) -> std::string {
-                           if (line.rfind("#include \"", 0) != 0) return "";
-                           const std::string folder = line.substr(10, line.find('/') - 10);
-                           return forbidden.at(f.folder()).count(folder) ? "may not include " + folder + "/" : "";
-                         }),
-              testing::IsEmpty());
+  EXPECT_THAT(
+      Complaints([&](const SourceFile& f) { return IsCpp(f) && forbidden.count(f.folder()) > 0; },
+                 [&](const SourceFile& f, const std::string& line) -> std::string {
+                   if (line.rfind("#include \"", 0) != 0) return "";
+                   const std::string folder = line.substr(10, line.find('/') - 10);
+                   return forbidden.at(f.folder()).count(folder) ? "may not include " + folder + "/"
+                                                                 : "";
+                 }),
+      testing::IsEmpty());
 }
 
 TEST(TidyTest, EachLibraryHasOneDoor) {
@@ -106,45 +112,52 @@ TEST(TidyTest, EachLibraryHasOneDoor) {
       {std::regex(R"(<cuda\.h>)"), std::regex(R"(^(proto/gpu_memory\.cc|client/gpu_scope\.h))")},
       {std::regex(R"(<nccl\.h>)"), std::regex(R"(^service/nccl_communicator\.cc)")},
   };
-  EXPECT_THAT(Complaints([](const SourceFile& f) { return IsCpp(f) && f.folder() != "tests"; },
-                         [&](const SourceFile& f, const std::string& line) -> std::string {
-                           if (line.rfind("#include", 0) != 0) return "";
-                           for (const auto& [library, door] : doors) {
-                             if (std::regex_search(line, library) && !std::regex_search(f.path, door))
-                               return "library behind another door: " + line;
-                           }
-                           return "";
-                         }),
-              testing::IsEmpty());
+  EXPECT_THAT(
+      Complaints([](const SourceFile& f) { return IsCpp(f) && f.folder() != "tests"; },
+                 [&](const SourceFile& f, const std::string& line) -> std::string {
+                   if (line.rfind("#include", 0) != 0) return "";
+                   for (const auto& [library, door] : doors) {
+                     if (std::regex_search(line, library) && !std::regex_search(f.path, door))
+                       return "library behind another door: " + line;
+                   }
+                   return "";
+                 }),
+      testing::IsEmpty());
 }
 
 TEST(TidyTest, OnlyMainsReadFlagsAndTheEnvironment) {
   EXPECT_THAT(Complaints(
                   [](const SourceFile& f) {
-                    return IsCpp(f) && f.folder() != "tests" && f.folder() != "bench" && f.path != "service/main.cc" &&
-                           f.path.rfind("client/locksctl", 0) != 0;
+                    return IsCpp(f) && f.folder() != "tests" && f.folder() != "bench" &&
+                           f.path != "service/main.cc" && f.path.rfind("client/locksctl", 0) != 0;
                   },
                   [](const SourceFile&, const std::string& line) -> std::string {
-                    const bool environment = line.find("getenv(") != std::string::npos || line.find("setenv(") != std::string::npos;
-                    return environment || line.find("ABSL_FLAG(") != std::string::npos ? "flag or environment" : "";
+                    const bool environment = line.find("getenv(") != std::string::npos ||
+                                             line.find("setenv(") != std::string::npos;
+                    return environment || line.find("ABSL_FLAG(") != std::string::npos
+                               ? "flag or environment"
+                               : "";
                   }),
               testing::IsEmpty());
 }
 
 // True if `word` stands in `line` with no letter, digit or underscore on either side.
 bool HasWord(const std::string& line, const std::string& word) {
-  const auto in_word = [&](size_t i) { return i < line.size() && (std::isalnum(static_cast<unsigned char>(line[i])) || line[i] == '_'); };
+  const auto in_word = [&](size_t i) {
+    return i < line.size() && (std::isalnum(static_cast<unsigned char>(line[i])) || line[i] == '_');
+  };
   for (size_t at = line.find(word); at != std::string::npos; at = line.find(word, at + 1)) {
     if (!(at > 0 && in_word(at - 1)) && !in_word(at + word.size())) return true;
   }
   return false;
 }
 
-// Words of the field that mean something else here (ARCHITECTURE.md, glossary). Names of libraries and CUDA's
-// thread block are fine.
+// Words of the field that mean something else here (ARCHITECTURE.md, glossary). Names of libraries
+// and CUDA's thread block are fine.
 TEST(TidyTest, BannedWordsAreAbsent) {
-  const std::vector<std::string> banned = {"block", "blocks", "chunk", "chunks", "sketch", "sketches",
-                                           "digest", "digests", "pull", "pulls", "pulled"};
+  const std::vector<std::string> banned = {"block",  "blocks",   "chunk",  "chunks",
+                                           "sketch", "sketches", "digest", "digests",
+                                           "pull",   "pulls",    "pulled"};
   const std::vector<std::string> fine = {"thread block", ".digest()", "CTA"};
   EXPECT_THAT(Complaints([](const SourceFile& f) { return f.path != "tests/tidy_test.cc"; },
                          [&](const SourceFile&, const std::string& original) -> std::string {
@@ -152,7 +165,8 @@ TEST(TidyTest, BannedWordsAreAbsent) {
                              if (original.find(name) != std::string::npos) return "";
                            }
                            std::string line = original;
-                           for (char& c : line) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+                           for (char& c : line)
+                             c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
                            if (line.rfind("#include", 0) == 0) return "";
                            for (const std::string& word : banned) {
                              if (HasWord(line, word)) return original;
@@ -166,7 +180,8 @@ TEST(TidyTest, EveryHeaderOpensWithItsContract) {
   std::vector<std::string> complaints;
   for (const SourceFile& file : Sources()) {
     if (file.extension() != ".h") continue;
-    if (file.lines.empty() || file.lines[0].rfind("// ", 0) != 0) complaints.push_back(file.path + ": no contract");
+    if (file.lines.empty() || file.lines[0].rfind("// ", 0) != 0)
+      complaints.push_back(file.path + ": no contract");
     std::string guard = "LOCKS_KVD_" + file.path;
     for (char& c : guard) c = c == '/' || c == '.' ? '_' : static_cast<char>(std::toupper(c));
     if (file.text.find("#ifndef " + guard + "_\n") == std::string::npos)
@@ -175,13 +190,25 @@ TEST(TidyTest, EveryHeaderOpensWithItsContract) {
   EXPECT_THAT(complaints, testing::IsEmpty());
 }
 
+TEST(TidyTest, LinesOfCodeHaveAtMost100Columns) {
+  EXPECT_THAT(Complaints(IsCpp,
+                         [](const SourceFile&, const std::string& line) -> std::string {
+                           const auto columns = std::count_if(line.begin(), line.end(), [](char c) {
+                             return (static_cast<unsigned char>(c) & 0xC0) != 0x80;  // of UTF-8
+                           });
+                           return columns > 100 ? std::to_string(columns) + " columns" : "";
+                         }),
+              testing::IsEmpty());
+}
+
 TEST(TidyTest, ProtoFieldsAreCommented) {
   std::vector<std::string> complaints;
   const std::regex field(R"(^\s+(optional |repeated )?[A-Za-z_.0-9]+ [a-z_0-9]+ = \d+;)");
   for (const SourceFile& file : Sources()) {
     if (file.extension() != ".proto") continue;
     for (size_t i = 1; i < file.lines.size(); ++i) {
-      if (std::regex_search(file.lines[i], field) && file.lines[i - 1].find("//") == std::string::npos)
+      if (std::regex_search(file.lines[i], field) &&
+          file.lines[i - 1].find("//") == std::string::npos)
         complaints.push_back(file.path + ":" + std::to_string(i + 1) + ": field without a comment");
     }
   }
@@ -191,7 +218,8 @@ TEST(TidyTest, ProtoFieldsAreCommented) {
 TEST(TidyTest, TodosCarryAnIssueNumber) {
   EXPECT_THAT(Complaints([](const SourceFile& f) { return f.path != "tests/tidy_test.cc"; },
                          [&](const SourceFile&, const std::string& line) -> std::string {
-                           const bool todo = HasWord(line, "TODO") && line.find("TODO(#") == std::string::npos;
+                           const bool todo =
+                               HasWord(line, "TODO") && line.find("TODO(#") == std::string::npos;
                            return todo || HasWord(line, "FIXME") ? line : "";
                          }),
               testing::IsEmpty());
@@ -203,12 +231,15 @@ TEST(TidyTest, EverySourceIsBuilt) {
   for (const SourceFile& file : Sources()) {
     if (file.extension() != ".cc" && file.extension() != ".cu") continue;
     bool listed = false;
-    for (fs::path folder = fs::path(file.path).parent_path(); !listed && !folder.empty(); folder = folder.parent_path()) {
+    for (fs::path folder = fs::path(file.path).parent_path(); !listed && !folder.empty();
+         folder = folder.parent_path()) {
       // A file; or its stem, or a test's unit, in a list of programs that are built alike.
-      std::string name = fs::relative(kRoot / file.path, kRoot / folder).replace_extension().string();
+      std::string name =
+          fs::relative(kRoot / file.path, kRoot / folder).replace_extension().string();
       const std::string lists = ReadText(kRoot / folder / "CMakeLists.txt");
       listed = HasWord(lists, name);
-      if (!listed && name.size() > 5 && name.ends_with("_test")) listed = HasWord(lists, name.substr(0, name.size() - 5));
+      if (!listed && name.size() > 5 && name.ends_with("_test"))
+        listed = HasWord(lists, name.substr(0, name.size() - 5));
     }
     if (!listed) complaints.push_back(file.path + ": in no CMakeLists.txt");
   }
@@ -220,7 +251,8 @@ TEST(TidyTest, NothingRefersToTheWorkplace) {
   const std::string shared = std::string("../") + "shared";
   std::vector<std::string> complaints;
   for (const SourceFile& file : Sources()) {
-    if (file.text.find(shared) != std::string::npos || file.text.find(std::string("design") + ".md") != std::string::npos ||
+    if (file.text.find(shared) != std::string::npos ||
+        file.text.find(std::string("design") + ".md") != std::string::npos ||
         file.text.find(std::string("method") + ".md") != std::string::npos)
       complaints.push_back(file.path);
   }
@@ -229,18 +261,20 @@ TEST(TidyTest, NothingRefersToTheWorkplace) {
 
 TEST(TidyTest, LongFilesAndFunctionsArePrinted) {
   for (const SourceFile& file : Sources()) {
-    if (file.lines.size() > 400) std::printf("long file: %s, %zu lines\n", file.path.c_str(), file.lines.size());
+    if (file.lines.size() > 400)
+      std::printf("long file: %s, %zu lines\n", file.path.c_str(), file.lines.size());
     if (!IsCpp(file)) continue;
     const size_t limit = file.folder() == "kernels" ? 120 : 70;
     size_t start = 0;
     for (size_t i = 0; i < file.lines.size(); ++i) {
       const std::string& line = file.lines[i];
-      if (!line.empty() && line.back() == '{' && line[0] != ' ' && line.rfind("namespace", 0) != 0 &&
-          line.find('(') != std::string::npos)
+      if (!line.empty() && line.back() == '{' && line[0] != ' ' &&
+          line.rfind("namespace", 0) != 0 && line.find('(') != std::string::npos)
         start = i + 1;
       if (line == "}" && start > 0) {
         if (i + 1 - start > limit)
-          std::printf("long function: %s:%zu, %zu lines\n", file.path.c_str(), start, i + 1 - start);
+          std::printf("long function: %s:%zu, %zu lines\n", file.path.c_str(), start,
+                      i + 1 - start);
         start = 0;
       }
     }

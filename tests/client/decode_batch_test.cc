@@ -187,8 +187,9 @@ class DecodeBatchTest : public ::testing::TestWithParam<BatchMode> {
   void FlipLastBits(const Pair& pair, int page) {
     for (int layer = 0; layer < geometry_.num_layers; ++layer) {
       for (int h = 0; h < geometry_.num_kv_heads; ++h) {
-        uint8_t* last = arena_->memory().unit(pair.first_slot + static_cast<uint32_t>(page), layer, h) +
-                        pair.gpu->shape.unit_bytes() - 1;
+        uint8_t* last =
+            arena_->memory().unit(pair.first_slot + static_cast<uint32_t>(page), layer, h) +
+            pair.gpu->shape.unit_bytes() - 1;
         uint8_t byte = 0;
         CheckOk(CopyBytes(OnGpu(0), &byte, last, 1));
         byte ^= 4;
@@ -265,7 +266,7 @@ TEST_P(DecodeBatchTest, ABatchOfDifferentLengthsEqualsTheHostsSteps) {
   EXPECT_GT(report.hits, 0u);
   EXPECT_EQ(report.failed, 0u);
   EXPECT_EQ(report.hits + report.misses, 3u * 2 * (9 + 9 + 5));  // 7 pages: 5 are not kept anyway
-  EXPECT_TRUE(report.mass.empty());  // nobody asked
+  EXPECT_TRUE(report.mass.empty());                              // nobody asked
 }
 
 TEST_P(DecodeBatchTest, SequencesJoinAndLeaveBetweenReplays) {
@@ -323,7 +324,7 @@ TEST_P(DecodeBatchTest, ADamagedUnitIsFoundByItsChecksumAndLeftOut) {
   Open(30, 2);
   FlipLastBits(damaged, 11);
   damaged.host->fetchers[0]->corrupt_slots.insert(11);
-  EXPECT_TRUE(Step().ok());  // and its result is that of the host, which finds it as well
+  EXPECT_TRUE(Step().ok());            // and its result is that of the host, which finds it as well
   EXPECT_EQ(TakeReport().failed, 2u);  // both heads of the first layer; then nobody selects it
   EXPECT_FALSE(damaged.gpu->pages->is_selectable(11));
   EXPECT_EQ(damaged.gpu->pages->num_missing(), 1);
@@ -338,7 +339,8 @@ TEST_P(DecodeBatchTest, UnreadMassEqualsTheHosts) {
   for (int t = 0; t < 20; ++t) ASSERT_TRUE(Step().ok());
   ExpectMassOfHost();
   EXPECT_GT(pairs_[0]->unread, .05);
-  EXPECT_GT(std::abs(pairs_[0]->unread - pairs_[1]->unread), 10 * kTolerance);  // it tells rows apart
+  EXPECT_GT(std::abs(pairs_[0]->unread - pairs_[1]->unread),
+            10 * kTolerance);  // it tells rows apart
   EXPECT_EQ(batch_->report().mass[0].lost, 0);
   EXPECT_EQ(batch_->report().mass[2].unread, 0);  // padding
 }
@@ -349,7 +351,8 @@ TEST_P(DecodeBatchTest, AStepThatGoesOnSaysWhatMassIsLost) {
   Open(30, 2);
   ASSERT_TRUE(Step().ok());
   EXPECT_EQ(lost.lost, 0);
-  // What the page cache holds stays valid; these are in it, so they are put elsewhere and are not there.
+  // What the page cache holds stays valid; these are in it, so they are put elsewhere and are not
+  // there.
   for (const int page : {5, 17, 20}) {
     lost.gpu->pages->SetPage(page, 0, std::vector<SlotRef>{{599, 12}});
     lost.host->pages->SetPage(page, 0, std::vector<SlotRef>{FakeSlot(page)});

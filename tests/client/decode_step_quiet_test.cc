@@ -159,7 +159,8 @@ TEST_F(DecodeStepQuietTest, WarmStepsAllocateNothingAndTakeNoLock) {
       SequencePages& pages = *sequence.pages;
       if (pages.complete_pages() > pages.num_pages()) {  // the sealer, by hand
         const int p = pages.num_pages();
-        KVD_CHECK(pages.mirror().Store(p, 0, PageRecords(sequence.data, sequence.shape, p).data()).ok());
+        KVD_CHECK(
+            pages.mirror().Store(p, 0, PageRecords(sequence.data, sequence.shape, p).data()).ok());
         pages.PushSealed({p % 2, sequence.sources[static_cast<size_t>(p % 2)], {FakeSlot(p)}});
       }
       for (int layer = 0; layer < g.num_layers; ++layer) {

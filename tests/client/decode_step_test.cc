@@ -299,7 +299,9 @@ TEST_F(DecodeStepTest, TailGrowsOverPageBordersAndSealedPagesAreAdopted) {
     if (t % 16 == 3 && t > 32) {
       const int p = pages.num_pages();
       ASSERT_LT(p, pages.complete_pages());
-      ASSERT_TRUE(pages.mirror().Store(p, 0, PageRecords(sequence_->data, sequence_->shape, p).data()).ok());
+      ASSERT_TRUE(pages.mirror()
+                      .Store(p, 0, PageRecords(sequence_->data, sequence_->shape, p).data())
+                      .ok());
       pages.PushSealed({0, sequence_->sources[0], {FakeSlot(p)}});
     }
     for (int layer = 0; layer < 2; ++layer) {
@@ -324,7 +326,8 @@ TEST_F(DecodeStepTest, FullRingRefusesTheTokenAndNothingChanges) {
   EXPECT_EQ(sequence_->pages->num_tokens(), count);
   // One seal makes room.
   SequencePages& pages = *sequence_->pages;
-  ASSERT_TRUE(pages.mirror().Store(3, 0, PageRecords(sequence_->data, sequence_->shape, 3).data()).ok());
+  ASSERT_TRUE(
+      pages.mirror().Store(3, 0, PageRecords(sequence_->data, sequence_->shape, 3).data()).ok());
   pages.PushSealed({0, sequence_->sources[0], {FakeSlot(3)}});
   EXPECT_TRUE(RunToken().ok());
 }

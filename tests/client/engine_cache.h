@@ -1,4 +1,5 @@
-// An engine's side of the library's tests: its KV cache, and a decode step that is compared with dense attention.
+// An engine's side of the library's tests: its KV cache, and a decode step that is compared with
+// dense attention.
 
 #ifndef LOCKS_KVD_TESTS_CLIENT_ENGINE_CACHE_H_
 #define LOCKS_KVD_TESTS_CLIENT_ENGINE_CACHE_H_
@@ -44,8 +45,8 @@ class EngineCache {
   std::vector<EngineKv> layers_;
 };
 
-// Decodes the next token of `data` by a step whose budget covers every page: each layer must equal dense
-// attention in double precision; `worst` grows to the largest difference.
+// Decodes the next token of `data` by a step whose budget covers every page: each layer must equal
+// dense attention in double precision; `worst` grows to the largest difference.
 inline absl::Status DecodeToken(Sequence& sequence, const SequenceData& data, double* worst) {
   const auto& g = data.geometry;
   const int64_t token = sequence.num_tokens();
@@ -60,8 +61,7 @@ inline absl::Status DecodeToken(Sequence& sequence, const SequenceData& data, do
     std::vector<float> lse(static_cast<size_t>(g.num_q_heads));
     status.Update(sequence.Run(layer, {q.data(), k.data(), v.data()}, {o.data(), lse.data()}));
     for (int h = 0; h < g.num_q_heads; ++h) {
-      const auto truth =
-          data.Attend(layer, h, q.data() + h * g.head_dim, no_pages, 0, token + 1);
+      const auto truth = data.Attend(layer, h, q.data() + h * g.head_dim, no_pages, 0, token + 1);
       *worst = std::max(*worst, std::abs(truth.lse - lse[static_cast<size_t>(h)]));
       for (int i = 0; i < g.head_dim; ++i) {
         *worst = std::max(*worst, std::abs(truth.o[static_cast<size_t>(i)] -
@@ -71,7 +71,6 @@ inline absl::Status DecodeToken(Sequence& sequence, const SequenceData& data, do
   }
   return status;
 }
-
 
 }  // namespace kvd::testing
 

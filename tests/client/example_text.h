@@ -1,4 +1,5 @@
-// Examples of documents: a test compiles and runs them, and compares its own lines with the document's.
+// Examples of documents: a test compiles and runs them, and compares its own lines with the
+// document's.
 //
 // Thread safety: pure functions of files.
 
@@ -10,10 +11,10 @@
 
 namespace kvd::testing {
 
-// The lines after the first that contains `begin`, up to the next that contains `end`, without `indentation` blanks
-// at their beginnings. Empty if there are none.
-inline std::string ExampleOf(const std::string& path, const std::string& begin, const std::string& end,
-                             size_t indentation = 0) {
+// The lines after the first that contains `begin`, up to the next that contains `end`, without
+// `indentation` blanks at their beginnings. Empty if there are none.
+inline std::string ExampleOf(const std::string& path, const std::string& begin,
+                             const std::string& end, size_t indentation = 0) {
   std::ifstream file(path);
   std::string line;
   std::string example;

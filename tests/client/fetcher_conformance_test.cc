@@ -1,5 +1,5 @@
-// One suite for every path, alone and through staging memory: the same lists must have the same outcome, whoever carries
-// the bytes. The peer path and staging for a GPU: peer_fetcher_test.cc.
+// One suite for every path, alone and through staging memory: the same lists must have the same
+// outcome, whoever carries the bytes. The peer path and staging for a GPU: peer_fetcher_test.cc.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -19,8 +19,11 @@ namespace {
 // A list with its memory. Destinations start as 0xEE, so that untouched bytes are seen.
 struct OwnedList {
   OwnedList(const SlotLayout& slot_in, std::vector<FetchEntry> entries_in, size_t item_bytes = 0)
-      : slot(slot_in), entries(std::move(entries_in)), item(item_bytes == 0 ? slot.unit_bytes : item_bytes),
-        bytes(entries.size() * item, 0xEE), valid(entries.size(), 0xEE) {
+      : slot(slot_in),
+        entries(std::move(entries_in)),
+        item(item_bytes == 0 ? slot.unit_bytes : item_bytes),
+        bytes(entries.size() * item, 0xEE),
+        valid(entries.size(), 0xEE) {
     for (size_t i = 0; i < entries.size(); ++i) destinations.push_back(bytes.data() + i * item);
     list.entries = entries;
     list.destinations = destinations.data();
@@ -31,7 +34,8 @@ struct OwnedList {
     return std::memcmp(destinations[i], expected.data(), expected.size()) == 0;
   }
   bool IsAll(size_t i, uint8_t value) const {
-    return std::all_of(destinations[i], destinations[i] + item, [&](uint8_t b) { return b == value; });
+    return std::all_of(destinations[i], destinations[i] + item,
+                       [&](uint8_t b) { return b == value; });
   }
 
   SlotLayout slot;
@@ -48,7 +52,8 @@ std::vector<FetchEntry> AllUnits(const SlotLayout& slot, const std::vector<TestP
   for (const TestPage& page : pages) {
     for (int layer = 0; layer < slot.num_layers; ++layer) {
       for (int head = 0; head < slot.shard_heads; ++head) {
-        entries.push_back({page.slot, static_cast<uint16_t>(layer), static_cast<uint16_t>(head), page.generation});
+        entries.push_back({page.slot, static_cast<uint16_t>(layer), static_cast<uint16_t>(head),
+                           page.generation});
       }
     }
   }
@@ -63,7 +68,8 @@ std::unique_ptr<UcxWorker> ClientWorker() {
   return *std::move(worker);
 }
 
-std::unique_ptr<Fetcher> Connect(PathKind path, const locks_kvd::v1::AttachReply& offer, UcxWorker* worker) {
+std::unique_ptr<Fetcher> Connect(PathKind path, const locks_kvd::v1::AttachReply& offer,
+                                 UcxWorker* worker) {
   const ArenaShape shape = ShapeOf(offer);
   if (path == PathKind::kUcx) {
     auto fetcher = UcxFetcher::Connect(worker, offer.ucx().worker_address(), IncarnationOf(offer),
@@ -137,8 +143,9 @@ TEST_P(FetcherTest, DeliversEveryUnitToItsOwnDestination) {
   EXPECT_EQ(list.list.num_valid, static_cast<int64_t>(list.entries.size()));
   EXPECT_GE(list.list.path_bytes, list.entries.size() * slot_.unit_bytes);
   for (size_t i = 0; i < list.entries.size(); ++i) {
-    const auto page = std::find_if(pages_.begin(), pages_.end(),
-                                   [&](const TestPage& p) { return p.slot == list.entries[i].slot; });
+    const auto page = std::find_if(pages_.begin(), pages_.end(), [&](const TestPage& p) {
+      return p.slot == list.entries[i].slot;
+    });
     EXPECT_EQ(list.valid[i], 1);
     EXPECT_TRUE(list.Holds(i, Expected(*page, list.entries[i]))) << i;
     if (i == 0) continue;
@@ -171,7 +178,9 @@ TEST_P(FetcherTest, ManyUnitsArriveInSeveralPieces) {
     ASSERT_EQ(list.list.code, absl::StatusCode::kOk);
     ASSERT_EQ(list.list.num_valid, 4096);
     for (size_t i = 0; i < entries.size(); ++i) {
-      ASSERT_TRUE(list.Holds(i, Expected(pages_[(i * 37) % all.size() / slot_.num_units()], entries[i]))) << i;
+      ASSERT_TRUE(
+          list.Holds(i, Expected(pages_[(i * 37) % all.size() / slot_.num_units()], entries[i])))
+          << i;
     }
     std::fill(list.bytes.begin(), list.bytes.end(), uint8_t{0xEE});
   }
@@ -191,7 +200,8 @@ TEST_P(FetcherTest, AnotherGenerationIsMissingAndZeroedBesideValidUnits) {
   EXPECT_TRUE(list.Holds(4, Expected(pages_[4], list.entries[4])));
 }
 
-// The generation that a reserved slot has is odd: naming it must not show a page that is being written.
+// The generation that a reserved slot has is odd: naming it must not show a page that is being
+// written.
 TEST_P(FetcherTest, ASlotThatIsBeingWrittenIsMissingEvenUnderItsOwnGeneration) {
   const auto slot = static_cast<uint32_t>(daemon_->Reserve(offer_, 77) & 0xFFFFFFFFu);
   const uint64_t generation = daemon_->arena->memory().header(slot)->generation.load();
@@ -265,8 +275,10 @@ TEST_P(FetcherTest, SummariesAreTheSealedRecords) {
 // Records that do not fit the header's checksum are not delivered, although the generation fits.
 TEST_P(FetcherTest, DamagedRecordsAreMissing) {
   daemon_->arena->memory().summary(pages_[2].slot)[17] ^= 1;
-  OwnedList list(slot_, {{pages_[2].slot, 0, 0, pages_[2].generation}, {pages_[3].slot, 0, 0, pages_[3].generation}},
-                 slot_.summary_bytes());
+  OwnedList list(
+      slot_,
+      {{pages_[2].slot, 0, 0, pages_[2].generation}, {pages_[3].slot, 0, 0, pages_[3].generation}},
+      slot_.summary_bytes());
   fetcher_->FetchSummaries(list.list);
   ASSERT_EQ(list.list.code, absl::StatusCode::kOk);
   EXPECT_EQ(list.valid, (std::vector<uint8_t>{0, 1}));
@@ -300,26 +312,31 @@ TEST_P(FetcherTest, ManyListsInFlightArriveOrAreRefused) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, FetcherTest,
-                         testing::Values(Way{PathKind::kShared}, Way{PathKind::kUcx}, Way{PathKind::kShared, true},
-                                         Way{PathKind::kUcx, true}),
+                         testing::Values(Way{PathKind::kShared}, Way{PathKind::kUcx},
+                                         Way{PathKind::kShared, true}, Way{PathKind::kUcx, true}),
                          [](const auto& way) {
                            const absl::string_view path = PathName(way.param.path);
-                           return std::string(way.param.staged ? "staged_" : "") + std::string(path.data(), path.size());
+                           return std::string(way.param.staged ? "staged_" : "") +
+                                  std::string(path.data(), path.size());
                          });
 
-// --- what only staging can get wrong ------------------------------------------------------------------
+// --- what only staging can get wrong -------------------------------------------------------------
 
-// Delivers the inner fetcher's units, and then fails the parts of a list from the `fail_from`-th on.
+// Delivers the inner fetcher's units, and then fails the parts of a list from the `fail_from`-th
+// on.
 class FailingFetcher final : public Fetcher {
  public:
-  FailingFetcher(std::unique_ptr<Fetcher> inner, int fail_from) : inner_(std::move(inner)), left_(fail_from) {}
+  FailingFetcher(std::unique_ptr<Fetcher> inner, int fail_from)
+      : inner_(std::move(inner)), left_(fail_from) {}
   PathKind path() const override { return inner_->path(); }
   void Start(FetchList& list) override {
     if (left_-- > 0) return inner_->Start(list);
     list.code = absl::StatusCode::kUnavailable;
     list.num_valid = 0;
     std::memset(list.valid, 0, list.entries.size());
-    for (uint8_t* const* to = list.destinations; to != list.destinations + list.entries.size(); ++to) **to = 0x77;
+    for (uint8_t* const* to = list.destinations; to != list.destinations + list.entries.size();
+         ++to)
+      **to = 0x77;
   }
   void Wait(FetchList& list) override {
     if (list.code != absl::StatusCode::kUnavailable) inner_->Wait(list);
@@ -342,20 +359,23 @@ TEST_P(StagedFetcherTest, AnErrorInAPartEndsTheListAndItsStagingMemoryIsNotDeliv
   for (size_t i = 0; i < 5 * part; ++i) entries.push_back(all[i % all.size()]);
   OwnedList list(slot_, entries);
   const auto failing =
-      Staged(std::make_unique<FailingFetcher>(Connect(GetParam().path, offer_, nullptr), 2), ShapeOf(offer_));
+      Staged(std::make_unique<FailingFetcher>(Connect(GetParam().path, offer_, nullptr), 2),
+             ShapeOf(offer_));
   failing->Start(list.list);
   failing->Wait(list.list);
   EXPECT_EQ(list.list.code, absl::StatusCode::kUnavailable);
   EXPECT_EQ(list.list.num_valid, static_cast<int64_t>(2 * part));
   for (size_t i = 0; i < entries.size(); ++i) {
     ASSERT_EQ(list.valid[i], i < 2 * part ? 1 : 0) << i;
-    ASSERT_TRUE(i < 2 * part ? list.Holds(i, Expected(pages_[i % all.size() / 8], entries[i])) : list.IsAll(i, 0xEE)) << i;
+    ASSERT_TRUE(i < 2 * part ? list.Holds(i, Expected(pages_[i % all.size() / 8], entries[i]))
+                             : list.IsAll(i, 0xEE))
+        << i;
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Staged, StagedFetcherTest, testing::Values(Way{PathKind::kShared, true}));
 
-// --- what only the network path can get wrong ---------------------------------------------------------
+// --- what only the network path can get wrong ----------------------------------------------------
 
 class UcxFetcherTest : public FetcherTest {};
 
@@ -380,26 +400,33 @@ TEST_P(UcxFetcherTest, AnEndedSessionIsAborted) {
 TEST_P(UcxFetcherTest, AForeignSessionOrIncarnationCannotConnect) {
   SessionToken token = TokenOf(offer_);
   token[15] ^= 1;
-  EXPECT_EQ(UcxFetcher::Connect(worker_.get(), offer_.ucx().worker_address(), IncarnationOf(offer_), token,
-                                slot_, absl::Milliseconds(200)).status().code(),
+  EXPECT_EQ(UcxFetcher::Connect(worker_.get(), offer_.ucx().worker_address(), IncarnationOf(offer_),
+                                token, slot_, absl::Milliseconds(200))
+                .status()
+                .code(),
             absl::StatusCode::kDeadlineExceeded);
   Incarnation incarnation = IncarnationOf(offer_);
   incarnation[0] ^= 1;
-  EXPECT_EQ(UcxFetcher::Connect(worker_.get(), offer_.ucx().worker_address(), incarnation, TokenOf(offer_),
-                                slot_, absl::Milliseconds(200)).status().code(),
+  EXPECT_EQ(UcxFetcher::Connect(worker_.get(), offer_.ucx().worker_address(), incarnation,
+                                TokenOf(offer_), slot_, absl::Milliseconds(200))
+                .status()
+                .code(),
             absl::StatusCode::kDeadlineExceeded);
 }
 
 TEST_P(UcxFetcherTest, AGpuIsRefusedWhereUcxHasNoCuda) {
   ASSERT_FALSE(worker_->has_gpu_memory());
-  EXPECT_EQ(UcxFetcher::Connect(worker_.get(), offer_.ucx().worker_address(), IncarnationOf(offer_), TokenOf(offer_),
-                                slot_, absl::Seconds(1), OnGpu(0)).status().code(),
+  EXPECT_EQ(UcxFetcher::Connect(worker_.get(), offer_.ucx().worker_address(), IncarnationOf(offer_),
+                                TokenOf(offer_), slot_, absl::Seconds(1), OnGpu(0))
+                .status()
+                .code(),
             absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_P(UcxFetcherTest, AListThatIsTooLongIsRefused) {
-  OwnedList list(slot_, std::vector<FetchEntry>(UcxFetcher::kMaxUnits + 1,
-                                                {pages_[0].slot, 0, 0, pages_[0].generation}),
+  OwnedList list(slot_,
+                 std::vector<FetchEntry>(UcxFetcher::kMaxUnits + 1,
+                                         {pages_[0].slot, 0, 0, pages_[0].generation}),
                  1);  // refused before a destination is looked at
   Fetch(list);
   EXPECT_EQ(list.list.code, absl::StatusCode::kInvalidArgument);
@@ -413,12 +440,13 @@ TEST_P(UcxFetcherTest, TooManyListsInFlightAreRefusedAndTheOthersArrive) {
   }
   EXPECT_EQ(lists.back()->list.code, absl::StatusCode::kResourceExhausted);
   for (auto& list : lists) fetcher_->Wait(list->list);
-  for (int i = 0; i < UcxFetcher::kMaxLists; ++i) EXPECT_EQ(lists[static_cast<size_t>(i)]->list.num_valid, 8);
+  for (int i = 0; i < UcxFetcher::kMaxLists; ++i)
+    EXPECT_EQ(lists[static_cast<size_t>(i)]->list.num_valid, 8);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ucx, UcxFetcherTest, testing::Values(Way{PathKind::kUcx}));
 
-// --- a daemon that dies or freezes --------------------------------------------------------------------
+// --- a daemon that dies or freezes ---------------------------------------------------------------
 
 class DyingDaemonTest : public testing::Test {
  protected:

@@ -1,5 +1,5 @@
-// An arena as a daemon has it, in GPU or host memory, for tests of what reads it: written through its own mapping, read
-// through the descriptors that it hands out. Only built with KVD_CUDA.
+// An arena as a daemon has it, in GPU or host memory, for tests of what reads it: written through
+// its own mapping, read through the descriptors that it hands out. Only built with KVD_CUDA.
 //
 // Thread safety: one writer.
 
@@ -51,7 +51,8 @@ inline std::vector<uint8_t> BytesOf(size_t size, uint64_t seed) {
 class TestArena {
  public:
   explicit TestArena(const MemoryPlace& place) : place_(place) {
-    auto made = place.on_gpu() ? ArenaMemory::MakeGpu(SmallShape(), place.gpu) : ArenaMemory::MakeShared(SmallShape());
+    auto made = place.on_gpu() ? ArenaMemory::MakeGpu(SmallShape(), place.gpu)
+                               : ArenaMemory::MakeShared(SmallShape());
     EXPECT_TRUE(made.ok()) << made.status();
     memory_ = *std::move(made);
     for (uint32_t slot = 0; slot < kSlots; ++slot) Seal(slot, GenerationOf(slot), slot);
@@ -62,7 +63,9 @@ class TestArena {
     for (const UniqueFd& fd : memory_->descriptors()) copies.emplace_back(dup(fd.get()));
     return copies;
   }
-  void Put(void* to, const void* from, size_t size) const { EXPECT_TRUE(CopyBytes(place_, to, from, size).ok()); }
+  void Put(void* to, const void* from, size_t size) const {
+    EXPECT_TRUE(CopyBytes(place_, to, from, size).ok());
+  }
   void SetHeader(uint32_t slot, uint64_t generation, uint64_t checksum) const {
     uint64_t words[8] = {generation, 0, 0, checksum};
     Put(memory_->header(slot), words, sizeof(words));
@@ -71,10 +74,15 @@ class TestArena {
     SetHeader(slot, generation - 1, 0);
     Put(memory_->slot_base(slot), Units(seed).data(), memory_->shape().slot.slot_bytes());
     Put(memory_->summary(slot), Records(seed).data(), memory_->shape().slot.summary_bytes());
-    SetHeader(slot, generation, Checksum64(Records(seed).data(), memory_->shape().slot.summary_bytes()));
+    SetHeader(slot, generation,
+              Checksum64(Records(seed).data(), memory_->shape().slot.summary_bytes()));
   }
-  static std::vector<uint8_t> Units(uint64_t seed) { return BytesOf(SmallShape().slot.slot_bytes(), 2 * seed); }
-  static std::vector<uint8_t> Records(uint64_t seed) { return BytesOf(SmallShape().slot.summary_bytes(), 2 * seed + 1); }
+  static std::vector<uint8_t> Units(uint64_t seed) {
+    return BytesOf(SmallShape().slot.slot_bytes(), 2 * seed);
+  }
+  static std::vector<uint8_t> Records(uint64_t seed) {
+    return BytesOf(SmallShape().slot.summary_bytes(), 2 * seed + 1);
+  }
   const ArenaMemory& memory() const { return *memory_; }
 
  private:

@@ -1,5 +1,7 @@
-// Goal: a worker with a GPU takes the best path that works, proved by its bytes, and says why it takes no better one.
-// Method: a daemon's descriptors over a real socket, of an arena in GPU or host memory. Needs a GPU.
+// Goal: a worker with a GPU takes the best path that works, proved by its bytes, and says why it
+// takes no better one.
+// Method: a daemon's descriptors over a real socket, of an arena in GPU or host memory. Needs a
+// GPU.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,15 +17,16 @@
 namespace kvd {
 namespace {
 
-using ::testing::HasSubstr;
 using kvd::testing::kGpu;
 using kvd::testing::SmallShape;
 using kvd::testing::TestArena;
+using ::testing::HasSubstr;
 
 class GpuPathTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
     char name[] = "/tmp/kvd_peer_XXXXXX";
     ASSERT_NE(mkdtemp(name), nullptr);
     folder_ = name;
@@ -40,7 +43,8 @@ class GpuPathTest : public ::testing::Test {
     for (size_t i = 0; i < canary.size(); ++i) canary[i] = CanaryWord(incarnation_, i);
     arena_->Put(arena_->memory().slot_base(0), canary.data(), canary.size() * 8);
     auto listener = DescriptorListener::Make(
-        folder_ + "/s", [this](const DescriptorRequest& request) -> absl::StatusOr<std::vector<int>> {
+        folder_ + "/s",
+        [this](const DescriptorRequest& request) -> absl::StatusOr<std::vector<int>> {
           if (!TokensEqual(request.session, token_)) return absl::AbortedError("unknown session");
           std::vector<int> numbers;
           for (const UniqueFd& fd : arena_->memory().descriptors()) numbers.push_back(fd.get());

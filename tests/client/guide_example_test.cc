@@ -1,6 +1,7 @@
-// Goal: the examples of deploy/docs/client-guide.md work. Method: they stand here, are run in its order against two daemons that
-// keep two copies of each page, one of which dies, then both; every output is compared with dense attention in double
-// precision; and the page's text is compared with these lines.
+// Goal: the examples of deploy/docs/client-guide.md work. Method: they stand here, are run in its
+// order against two daemons that keep two copies of each page, one of which dies, then both; every
+// output is compared with dense attention in double precision; and the page's text is compared with
+// these lines.
 
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
@@ -30,12 +31,13 @@ using kvd::testing::DaemonProcess;
 using kvd::testing::ExampleOf;
 using kvd::testing::SequenceData;
 
-constexpr int kPages = 70;     // of the prompt: three stripes
-constexpr int kTail = 5;       // tokens of the prompt after its last page
-constexpr int kDecoded = 40;   // tokens that may be decoded
+constexpr int kPages = 70;    // of the prompt: three stripes
+constexpr int kTail = 5;      // tokens of the prompt after its last page
+constexpr int kDecoded = 40;  // tokens that may be decoded
 constexpr double kTolerance = 1e-4;
 
-// What an engine has: tokens, its KV cache of the prompt, and one layer's queries, keys and values of the next token.
+// What an engine has: tokens, its KV cache of the prompt, and one layer's queries, keys and values
+// of the next token.
 class Engine {
  public:
   Engine() : cache_(data_), tokens_(static_cast<size_t>(kPages * 16 + kTail)) {
@@ -45,10 +47,12 @@ class Engine {
   int num_layers() const { return geometry().num_layers; }
   const std::vector<uint32_t>& tokens() const { return tokens_; }
   const std::vector<kvd::EngineKv>& layers() const { return cache_.layers(); }
-  void Recompute(const std::vector<int>& pages) { num_recomputed_ += static_cast<int>(pages.size()); }
+  void Recompute(const std::vector<int>& pages) {
+    num_recomputed_ += static_cast<int>(pages.size());
+  }
   kvd::StepInput Project(int layer, int64_t token) {
-    q_ = kvd::testing::RandomKv(int64_t{geometry().num_q_heads} * geometry().head_dim, geometry().dtype, 2.0f,
-                                static_cast<uint64_t>(token * 100 + layer));
+    q_ = kvd::testing::RandomKv(int64_t{geometry().num_q_heads} * geometry().head_dim,
+                                geometry().dtype, 2.0f, static_cast<uint64_t>(token * 100 + layer));
     k_ = data_.Rows(data_.keys, layer, token);
     v_ = data_.Rows(data_.values, layer, token);
     layer_ = layer;
@@ -62,9 +66,11 @@ class Engine {
     bytes_fetched_ += result.bytes_fetched;
     for (int h = 0; h < geometry().num_q_heads; ++h) {
       const int d = geometry().head_dim;
-      const auto truth = data_.Attend(layer_, h, q_.data() + h * d, std::vector<int>{}, 0, token_ + 1);
+      const auto truth =
+          data_.Attend(layer_, h, q_.data() + h * d, std::vector<int>{}, 0, token_ + 1);
       for (int i = 0; i < d; ++i) {
-        worst_ = std::max(worst_, std::abs(truth.o[static_cast<size_t>(i)] - o_[static_cast<size_t>(h * d + i)]));
+        worst_ = std::max(
+            worst_, std::abs(truth.o[static_cast<size_t>(i)] - o_[static_cast<size_t>(h * d + i)]));
       }
     }
   }
@@ -75,7 +81,8 @@ class Engine {
   int num_recomputed() const { return num_recomputed_; }
 
  private:
-  const SequenceData data_ = SequenceData::Random(kvd::testing::SmallGeometry(), kPages * 16 + kTail + kDecoded, 1);
+  const SequenceData data_ =
+      SequenceData::Random(kvd::testing::SmallGeometry(), kPages * 16 + kTail + kDecoded, 1);
   const kvd::testing::EngineCache cache_;
   std::vector<uint32_t> tokens_;
   std::vector<uint16_t> q_, k_, v_;
@@ -138,7 +145,8 @@ absl::Status DecodeToken(kvd::Sequence& sequence, Engine& engine) {
   absl::Status status;
   const int64_t token = sequence.num_tokens();
   for (int layer = 0; layer < engine.num_layers(); ++layer) {
-    const kvd::StepInput input = engine.Project(layer, token);  // queries, the token's key and value
+    const kvd::StepInput input =
+        engine.Project(layer, token);  // queries, the token's key and value
     status.Update(sequence.Run(layer, input, engine.Output()));
     if (!status.ok() && !absl::IsUnavailable(status)) return status;
     engine.UseOutput(sequence.result());
@@ -263,7 +271,8 @@ TEST_F(GuideExampleTest, AWorkerDecodesThroughTheDeathOfOneDaemonAndOfBoth) {
   const std::string before = AttachedIncarnation();
   daemons_[1]->Kill();
   ASSERT_TRUE(daemons_[1]->Restart().ok());
-  ASSERT_TRUE(WaitFor([&] { return !AttachedIncarnation().empty() && AttachedIncarnation() != before; }));
+  ASSERT_TRUE(
+      WaitFor([&] { return !AttachedIncarnation().empty() && AttachedIncarnation() != before; }));
   absl::Status status = DecodeOrRecompute(*client_, *sequence, engine_);
   EXPECT_TRUE(status.ok()) << status;
   engine_.TakeWorst();  // that token was made without the pages
@@ -273,14 +282,16 @@ TEST_F(GuideExampleTest, AWorkerDecodesThroughTheDeathOfOneDaemonAndOfBoth) {
   EXPECT_LT(engine_.TakeWorst(), kTolerance);
   EXPECT_EQ(*FetchPrefix(*client_, engine_), kPages);
   EXPECT_THAT(Metrics(*client_, "own 1\n"),
-              testing::AllOf(testing::StartsWith("own 1\n"), testing::HasSubstr("locks_kv_client_loss_actions_total")));
+              testing::AllOf(testing::StartsWith("own 1\n"),
+                             testing::HasSubstr("locks_kv_client_loss_actions_total")));
 }
 
 // Formulas of the operator's guide, section 2.
 TEST_F(GuideExampleTest, ASequenceTakesTheMemoryThatTheOperatorsGuideSays) {
   ASSERT_TRUE(PutAndOpen(*client_, engine_).ok());
-  const auto sequence = client_->OpenSequence(client_->PageKeys(engine_.tokens()),
-                                              {.max_tokens = 2001, .step = {.budget = 16, .cache_ratio = 3}});
+  const auto sequence =
+      client_->OpenSequence(client_->PageKeys(engine_.tokens()),
+                            {.max_tokens = 2001, .step = {.budget = 16, .cache_ratio = 3}});
   ASSERT_TRUE(sequence.ok()) << sequence.status();
   const size_t units_per_page = 2 * 2;
   const size_t unit = 2 * 16 * 64 * 2;
@@ -302,7 +313,9 @@ TEST(GuideTextTest, TheExamplesAreTheGuidesText) {
   std::stringstream text;
   text << file.rdbuf();
   size_t count = 0;
-  for (size_t at = text.str().find("```cpp"); at != std::string::npos; at = text.str().find("```cpp", at + 1)) ++count;
+  for (size_t at = text.str().find("```cpp"); at != std::string::npos;
+       at = text.str().find("```cpp", at + 1))
+    ++count;
   EXPECT_EQ(count, names.size()) << "every example of the guide is compiled";
 }
 

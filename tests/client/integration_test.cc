@@ -300,8 +300,7 @@ TEST_P(IntegrationTest, WrongModelAndMissingDaemonAreTypedErrors) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, IntegrationTest,
-                         ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         PathParameterName);
+                         ::testing::Values(PathKind::kShared, PathKind::kUcx), PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

@@ -66,13 +66,15 @@ TEST_F(HostChecksTest, AGpuThatCannotBeOpenedIsNotVisible) {
 // The first text is what an H200 host of two GPUs printed.
 TEST_F(HostChecksTest, PairsOfGpusWithoutPeerAccessAreNamed) {
   int num_gpus = 0;
-  EXPECT_THAT(PairsWithoutPeerAccess(" \t\x1b[4mGPU0\tGPU1\t\x1b[0m\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n\n"
-                                     "  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported\n",
-                                     &num_gpus),
+  EXPECT_THAT(PairsWithoutPeerAccess(
+                  " \t\x1b[4mGPU0\tGPU1\t\x1b[0m\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n\n"
+                  "  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported\n",
+                  &num_gpus),
               ::testing::IsEmpty());
   EXPECT_EQ(num_gpus, 2);
-  EXPECT_THAT(PairsWithoutPeerAccess("\tGPU0\tGPU1\tGPU2\n GPU0\tX\tCNS\tOK\n GPU1\tCNS\tX\tNS\n GPU2\tOK\tNS\tX\n",
-                                     &num_gpus),
+  EXPECT_THAT(PairsWithoutPeerAccess(
+                  "\tGPU0\tGPU1\tGPU2\n GPU0\tX\tCNS\tOK\n GPU1\tCNS\tX\tNS\n GPU2\tOK\tNS\tX\n",
+                  &num_gpus),
               ::testing::ElementsAre("GPU0-GPU1 CNS", "GPU1-GPU2 NS"));
   EXPECT_EQ(num_gpus, 3);
   EXPECT_THAT(PairsWithoutPeerAccess("no devices were found\n", &num_gpus), ::testing::IsEmpty());

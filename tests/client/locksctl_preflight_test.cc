@@ -75,7 +75,8 @@ TEST_F(LocksctlPreflightTest, FindsGpusThatDoNotReachEachOther) {
   Start();
   const TempDir folder;  // with an nvidia-smi of its own
   const std::string tool = folder.path() + "/nvidia-smi";
-  std::ofstream(tool) << "#!/bin/sh\nprintf '\\tGPU0\\tGPU1\\n GPU0\\tX\\tTNS\\n GPU1\\tTNS\\tX\\n'\n";
+  std::ofstream(tool)
+      << "#!/bin/sh\nprintf '\\tGPU0\\tGPU1\\n GPU0\\tX\\tTNS\\n GPU1\\tTNS\\tX\\n'\n";
   chmod(tool.c_str(), 0755);
   const Ran ran = Locksctl("preflight" + flags_, "PATH=" + folder.path() + ":$PATH");
   EXPECT_EQ(ran.code, 1) << ran.output;

@@ -81,7 +81,8 @@ TEST_F(MissFetchTest, MissingPageOfALaterWaveIsMarked) {
   EXPECT_EQ(sequence_.pages->MissingPages(), std::vector<int>{20});
 }
 
-// Every page of a daemon with a second holder is fetched there, in the same call, whatever went wrong.
+// Every page of a daemon with a second holder is fetched there, in the same call, whatever went
+// wrong.
 class MissFetchFailoverTest : public MissFetchTest {
  protected:
   void SetUp() override {

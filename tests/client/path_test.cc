@@ -1,5 +1,6 @@
-// The path of a session: the best one that works, proved by its bytes, with the reason why no better one is
-// used; and a refusal, never a silent downgrade, when that is not what the caller requires.
+// The path of a session: the best one that works, proved by its bytes, with the reason why no
+// better one is used; and a refusal, never a silent downgrade, when that is not what the caller
+// requires.
 
 #include "client/path.h"
 
@@ -57,7 +58,8 @@ TEST_F(PathTest, AnotherHostFallsBackToUcxAndSaysWhy) {
   ASSERT_TRUE(chosen.ok()) << chosen.status();
   EXPECT_EQ(chosen->report.path, PathKind::kUcx);
   EXPECT_EQ(chosen->fetcher->path(), PathKind::kUcx);
-  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"), HasSubstr("shared: the daemon is on another host"));
+  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"),
+              HasSubstr("shared: the daemon is on another host"));
 }
 
 // What a daemon with an arena on a GPU offers; nobody listens at its socket.
@@ -93,8 +95,10 @@ TEST_F(PathTest, AWorkerWithoutAGpuReachesAGpuArenaByUcxAndSaysWhy) {
   EXPECT_EQ(chosen->report.path, PathKind::kUcx);
   EXPECT_EQ(RefusalOf(chosen->report, PathKind::kPeer), PathRefusal::kNoGpu);
   EXPECT_EQ(RefusalOf(chosen->report, PathKind::kShared), PathRefusal::kNotOffered);
-  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"), HasSubstr("peer: this worker has no GPU"));
-  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"), HasSubstr("shared: the arena is on a GPU"));
+  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"),
+              HasSubstr("peer: this worker has no GPU"));
+  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"),
+              HasSubstr("shared: the arena is on a GPU"));
   const absl::Status refused = Choose(Require(PathKind::kPeer)).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(refused.message()), HasSubstr("this worker has no GPU"));
@@ -112,7 +116,8 @@ TEST_F(PathTest, AGpuArenaOfAnotherHostAndALeftOutPeerPathAreNamed) {
   offer_.mutable_peer()->set_host_id("another boot");
   options = Require(PathKind::kPeer);
   options.gpu = 0;
-  EXPECT_THAT(std::string(Choose(options).status().message()), HasSubstr("peer: the daemon is on another host"));
+  EXPECT_THAT(std::string(Choose(options).status().message()),
+              HasSubstr("peer: the daemon is on another host"));
   OfferPeer(offer_ = daemon_->Attach());
   EXPECT_THAT(std::string(Choose(options).status().message()), HasSubstr("no-such-kvd.sock"));
 #endif
@@ -133,7 +138,8 @@ TEST_F(PathTest, AMissingSocketFallsBackToUcxAndNamesIt) {
   const auto chosen = Choose();
   ASSERT_TRUE(chosen.ok()) << chosen.status();
   EXPECT_EQ(chosen->report.path, PathKind::kUcx);
-  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"), HasSubstr(offer_.shared().socket_path()));
+  EXPECT_THAT(absl::StrJoin(chosen->report.rejected, ";"),
+              HasSubstr(offer_.shared().socket_path()));
 }
 
 TEST_F(PathTest, ARequiredPathIsNeverReplacedByASlowerOne) {
@@ -141,7 +147,8 @@ TEST_F(PathTest, ARequiredPathIsNeverReplacedByASlowerOne) {
   const absl::Status refused = Choose(Require(PathKind::kShared)).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(refused.message()), HasSubstr("another host"));
-  EXPECT_EQ(Choose(Require(PathKind::kPeer)).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Choose(Require(PathKind::kPeer)).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   EXPECT_TRUE(Choose(Require(PathKind::kUcx)).ok());
 }
 
@@ -203,8 +210,9 @@ TEST_F(PathTest, AMalformedOfferIsRefused) {
   // UCX itself would end the process on these.
   std::string flipped = offer_.ucx().worker_address();
   flipped[flipped.size() / 2] ^= 1;
-  for (const std::string& address : {std::string(), std::string("not an address"), std::string(300, '\0'), flipped,
-                                     offer_.ucx().worker_address().substr(0, 40)}) {
+  for (const std::string& address :
+       {std::string(), std::string("not an address"), std::string(300, '\0'), flipped,
+        offer_.ucx().worker_address().substr(0, 40)}) {
     offer_.mutable_ucx()->set_worker_address(address);
     EXPECT_EQ(Choose().status().code(), absl::StatusCode::kFailedPrecondition);
   }

@@ -1,6 +1,7 @@
-// Goal: the peer path, and the host paths' way to a GPU, deliver the sealed bytes or say that they are missing.
-// Method: an arena in GPU memory, written by this process through its own mapping and read through a second, read-only
-// one, as a worker has it. Needs a GPU. Two processes: tests/system.
+// Goal: the peer path, and the host paths' way to a GPU, deliver the sealed bytes or say that they
+// are missing.
+// Method: an arena in GPU memory, written by this process through its own mapping and read through
+// a second, read-only one, as a worker has it. Needs a GPU. Two processes: tests/system.
 
 #include "client/peer_fetcher.h"
 
@@ -35,7 +36,8 @@ std::vector<FetchEntry> SomeUnits(size_t count) {
   std::vector<FetchEntry> entries;
   for (size_t i = 0; i < count; ++i) {
     const auto slot = static_cast<uint32_t>(i * 7 % kSlots);
-    entries.push_back({slot, static_cast<uint16_t>(i % 3), static_cast<uint16_t>(i / 3 % 2), TestArena::GenerationOf(slot)});
+    entries.push_back({slot, static_cast<uint16_t>(i % 3), static_cast<uint16_t>(i / 3 % 2),
+                       TestArena::GenerationOf(slot)});
   }
   return entries;
 }
@@ -43,21 +45,27 @@ std::vector<FetchEntry> SomeUnits(size_t count) {
 // A list with destinations on the GPU.
 struct GpuList {
   explicit GpuList(std::vector<FetchEntry> entries_in)
-      : entries(std::move(entries_in)), valid(entries.size(), kUntouched),
-        device(*PlacedBytes::Make(OnGpu(kGpu), entries.size() * kUnitBytes, "test")), bytes(device.size(), kUntouched) {
+      : entries(std::move(entries_in)),
+        valid(entries.size(), kUntouched),
+        device(*PlacedBytes::Make(OnGpu(kGpu), entries.size() * kUnitBytes, "test")),
+        bytes(device.size(), kUntouched) {
     EXPECT_TRUE(CopyBytes(OnGpu(kGpu), device.data(), bytes.data(), bytes.size()).ok());
-    for (size_t i = 0; i < entries.size(); ++i) destinations.push_back(device.data() + i * kUnitBytes);
+    for (size_t i = 0; i < entries.size(); ++i)
+      destinations.push_back(device.data() + i * kUnitBytes);
     list.entries = entries;
     list.destinations = destinations.data();
     list.valid = valid.data();
     list.deadline = absl::Seconds(5);
   }
-  void Download() { EXPECT_TRUE(CopyBytes(OnGpu(kGpu), bytes.data(), device.data(), bytes.size()).ok()); }
+  void Download() {
+    EXPECT_TRUE(CopyBytes(OnGpu(kGpu), bytes.data(), device.data(), bytes.size()).ok());
+  }
   // The unit of entry i, were it of `seed`.
   bool Holds(size_t i, uint64_t seed) const {
     const SlotLayout slot = SmallShape().slot;
     const size_t at = slot.unit_offset(entries[i].layer, entries[i].head);
-    return std::memcmp(bytes.data() + i * kUnitBytes, TestArena::Units(seed).data() + at, kUnitBytes) == 0;
+    return std::memcmp(bytes.data() + i * kUnitBytes, TestArena::Units(seed).data() + at,
+                       kUnitBytes) == 0;
   }
   bool IsAll(size_t i, uint8_t value) const {
     return std::all_of(bytes.data() + i * kUnitBytes, bytes.data() + (i + 1) * kUnitBytes,
@@ -77,7 +85,8 @@ struct GpuList {
 class GpuFetcherTest : public ::testing::TestWithParam<PathKind> {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
     const bool peer = GetParam() == PathKind::kPeer;
     arena_ = std::make_unique<TestArena>(peer ? OnGpu(kGpu) : MemoryPlace{});
     fetcher_ = peer ? Peer() : StagedShared();
@@ -97,8 +106,8 @@ class GpuFetcherTest : public ::testing::TestWithParam<PathKind> {
   std::unique_ptr<Fetcher> StagedShared() {
     auto memory = ArenaMemory::MapShared(SmallShape(), arena_->Descriptors());
     EXPECT_TRUE(memory.ok()) << memory.status();
-    auto fetcher =
-        StagedFetcher::Make(std::make_unique<SharedFetcher>(*std::move(memory)), SmallShape(), OnGpu(kGpu));
+    auto fetcher = StagedFetcher::Make(std::make_unique<SharedFetcher>(*std::move(memory)),
+                                       SmallShape(), OnGpu(kGpu));
     EXPECT_TRUE(fetcher.ok()) << fetcher.status();
     return fetcher.ok() ? *std::move(fetcher) : nullptr;
   }
@@ -143,7 +152,8 @@ TEST_P(GpuFetcherTest, AnotherGenerationIsMissingAndZeroedBesideValidUnits) {
   GpuList list(SomeUnits(6));
   list.entries[1].generation += 2;
   list.entries[2].generation -= 2;
-  arena_->SetHeader(list.entries[4].slot, list.entries[4].generation + 1, 0);  // being written, or evicted
+  arena_->SetHeader(list.entries[4].slot, list.entries[4].generation + 1,
+                    0);  // being written, or evicted
   list.entries[5].generation = arena_->GenerationOf(list.entries[5].slot) + 1;
   Fetch(list);
   ASSERT_EQ(list.list.code, absl::StatusCode::kOk);
@@ -154,7 +164,8 @@ TEST_P(GpuFetcherTest, AnotherGenerationIsMissingAndZeroedBesideValidUnits) {
 }
 
 TEST_P(GpuFetcherTest, OutOfRangeEntriesAreRefusedAndTouchNothing) {
-  for (const FetchEntry bad : {FetchEntry{kSlots, 0, 0, 2}, FetchEntry{0, 3, 0, 2}, FetchEntry{0, 0, 2, 2}}) {
+  for (const FetchEntry bad :
+       {FetchEntry{kSlots, 0, 0, 2}, FetchEntry{0, 3, 0, 2}, FetchEntry{0, 0, 2, 2}}) {
     GpuList list({{0, 0, 0, 2}, bad});
     Fetch(list);
     EXPECT_EQ(list.list.code, absl::StatusCode::kInvalidArgument);
@@ -177,7 +188,8 @@ TEST_P(GpuFetcherTest, MoreListsThanSlotsAndManyThreads) {
   for (size_t t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       std::vector<std::unique_ptr<GpuList>> lists;
-      for (size_t i = 0; i < 4; ++i) lists.push_back(std::make_unique<GpuList>(SomeUnits(50 + 10 * t + i)));
+      for (size_t i = 0; i < 4; ++i)
+        lists.push_back(std::make_unique<GpuList>(SomeUnits(50 + 10 * t + i)));
       for (int round = 0; round < 20; ++round) {
         for (auto& list : lists) fetcher_->Start(list->list);
         for (auto& list : lists) {
@@ -188,7 +200,8 @@ TEST_P(GpuFetcherTest, MoreListsThanSlotsAndManyThreads) {
       }
       for (auto& list : lists) {
         list->Download();
-        for (size_t i = 0; i < list->entries.size(); i += 7) wrong += !list->Holds(i, list->entries[i].slot);
+        for (size_t i = 0; i < list->entries.size(); i += 7)
+          wrong += !list->Holds(i, list->entries[i].slot);
       }
     });
   }
@@ -197,7 +210,8 @@ TEST_P(GpuFetcherTest, MoreListsThanSlotsAndManyThreads) {
   EXPECT_FALSE(fetcher_->failed());
 }
 
-// Every word of a unit that is called valid is of the generation that was asked for, while its owner reseals.
+// Every word of a unit that is called valid is of the generation that was asked for, while its
+// owner reseals.
 TEST_P(GpuFetcherTest, UnitsOfAnotherGenerationNeverPassWhileSlotsAreResealed) {
   std::atomic<uint64_t> sealed[4];
   for (uint32_t slot = 0; slot < 4; ++slot) {
@@ -221,7 +235,8 @@ TEST_P(GpuFetcherTest, UnitsOfAnotherGenerationNeverPassWhileSlotsAreResealed) {
   for (int round = 0; round < 200; ++round) {
     for (uint32_t i = 0; i < 96; ++i) {
       const uint32_t slot = i % 4;
-      list.entries[i] = {slot, static_cast<uint16_t>(i / 4 % 3), static_cast<uint16_t>(i % 2), sealed[slot]};
+      list.entries[i] = {slot, static_cast<uint16_t>(i / 4 % 3), static_cast<uint16_t>(i % 2),
+                         sealed[slot]};
     }
     Fetch(list);
     ASSERT_EQ(list.list.code, absl::StatusCode::kOk);
@@ -245,7 +260,8 @@ TEST_P(GpuFetcherTest, UnitsOfAnotherGenerationNeverPassWhileSlotsAreResealed) {
 TEST_P(GpuFetcherTest, SummariesComeToTheHostAndDamagedOnesDoNot) {
   const size_t bytes = SmallShape().slot.summary_bytes();
   std::vector<FetchEntry> entries;
-  for (uint32_t slot = 0; slot < kSlots; ++slot) entries.push_back({slot, 0, 0, arena_->GenerationOf(slot)});
+  for (uint32_t slot = 0; slot < kSlots; ++slot)
+    entries.push_back({slot, 0, 0, arena_->GenerationOf(slot)});
   entries[3].generation += 2;
   arena_->SetHeader(5, arena_->GenerationOf(5), 12345);
   std::vector<uint8_t> out(kSlots * bytes, kUntouched), valid(kSlots);
@@ -261,7 +277,8 @@ TEST_P(GpuFetcherTest, SummariesComeToTheHostAndDamagedOnesDoNot) {
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
     const std::vector<uint8_t> got(destinations[slot], destinations[slot] + bytes);
     EXPECT_EQ(valid[slot], slot == 3 || slot == 5 ? 0 : 1) << slot;
-    EXPECT_EQ(got, valid[slot] == 1 ? TestArena::Records(slot) : std::vector<uint8_t>(bytes)) << slot;
+    EXPECT_EQ(got, valid[slot] == 1 ? TestArena::Records(slot) : std::vector<uint8_t>(bytes))
+        << slot;
   }
 }
 
@@ -298,7 +315,8 @@ TEST_P(GpuFetcherTest, ADeadlineThatHasPassedNeverLeavesAnUndecidedList) {
   GpuList list(SomeUnits(20000));
   list.list.deadline = absl::ZeroDuration();
   Fetch(list);
-  EXPECT_TRUE(list.list.code == absl::StatusCode::kOk || list.list.code == absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(list.list.code == absl::StatusCode::kOk ||
+              list.list.code == absl::StatusCode::kDeadlineExceeded);
   const auto num_valid = std::count(list.valid.begin(), list.valid.end(), uint8_t{1});
   EXPECT_EQ(num_valid, list.list.num_valid);
   for (size_t i = 0; i < list.entries.size(); i += 777) {
@@ -311,7 +329,7 @@ TEST_P(GpuFetcherTest, ADeadlineThatHasPassedNeverLeavesAnUndecidedList) {
   EXPECT_EQ(next.list.num_valid, 10);
 }
 
-// --- a mirror on the GPU ------------------------------------------------------------------------------
+// --- a mirror on the GPU -------------------------------------------------------------------------
 
 class GpuRecordsTest : public GpuFetcherTest {
  protected:
@@ -339,8 +357,10 @@ class GpuRecordsTest : public GpuFetcherTest {
     for (int p = 0; p < kPages; ++p) requests_.push_back({p, 0, {slots_.data() + 2 * p, 2}});
   }
   bool IsPage(int page, int as) const {
-    return mirror_->Equals(page, 0, TestArena::Records(slots_[static_cast<size_t>(2 * as)].slot).data()) &&
-           mirror_->Equals(page, 1, TestArena::Records(slots_[static_cast<size_t>(2 * as + 1)].slot).data());
+    return mirror_->Equals(page, 0,
+                           TestArena::Records(slots_[static_cast<size_t>(2 * as)].slot).data()) &&
+           mirror_->Equals(page, 1,
+                           TestArena::Records(slots_[static_cast<size_t>(2 * as + 1)].slot).data());
   }
 
   std::shared_ptr<Attachment> attachment_;
@@ -361,14 +381,17 @@ TEST_P(GpuRecordsTest, AMirrorIsFilledAndComparedOnTheGpu) {
     EXPECT_TRUE(IsPage(p, p)) << p;
     EXPECT_FALSE(IsPage(p, (p + 1) % kPages)) << p;
     for (int s = 0; s < 2; ++s) {
-      ASSERT_TRUE(host->Store(p, s, TestArena::Records(slots_[static_cast<size_t>(2 * p + s)].slot).data()).ok());
+      ASSERT_TRUE(
+          host->Store(p, s, TestArena::Records(slots_[static_cast<size_t>(2 * p + s)].slot).data())
+              .ok());
     }
     EXPECT_EQ(mirror_->unit_checksum(2, 3, p), host->unit_checksum(2, 3, p));
   }
   // A layer of the whole mirror, beyond the pages too: nothing but the pages was written to.
   std::vector<uint8_t> layer(host->page_capacity() * shape_.summary.coarse_bytes);
   ASSERT_TRUE(CopyBytes(shape_.place, layer.data(), mirror_->coarse(1), layer.size()).ok());
-  EXPECT_EQ(std::memcmp(layer.data(), host->coarse(1), size_t{kPages} * shape_.summary.coarse_bytes), 0);
+  EXPECT_EQ(
+      std::memcmp(layer.data(), host->coarse(1), size_t{kPages} * shape_.summary.coarse_bytes), 0);
   EXPECT_EQ(CompareRecords(view_, requests_, absl::Seconds(5), *mirror_, shape_), all);
   // One page has other records than its daemon.
   ASSERT_TRUE(mirror_->Store(6, 1, TestArena::Records(3).data()).ok());
@@ -397,16 +420,21 @@ TEST_P(GpuRecordsTest, UnitsOfOpeningASequenceComeToEitherKindOfMemory) {
   list.Download();
   for (size_t i = 0; i < 100; ++i) EXPECT_TRUE(list.Holds(i, list.entries[i].slot)) << i;
   std::fill(list.bytes.begin(), list.bytes.end(), kUntouched);
-  for (size_t i = 0; i < 100; ++i) requests[i].destination = list.bytes.data() + i * GpuList::kUnitBytes;
+  for (size_t i = 0; i < 100; ++i)
+    requests[i].destination = list.bytes.data() + i * GpuList::kUnitBytes;
   ASSERT_TRUE(FetchUnits(view_, requests, absl::Seconds(5)).ok());
   for (size_t i = 0; i < 100; ++i) EXPECT_TRUE(list.Holds(i, list.entries[i].slot)) << i;
   requests[50].entry.generation += 2;
   EXPECT_EQ(FetchUnits(view_, requests, absl::Seconds(5)).code(), absl::StatusCode::kUnavailable);
 }
 
-const auto kNameOf = [](const auto& path) { return std::string(path.param == PathKind::kPeer ? "peer" : "staged_shared"); };
-INSTANTIATE_TEST_SUITE_P(Paths, GpuFetcherTest, ::testing::Values(PathKind::kPeer, PathKind::kShared), kNameOf);
-INSTANTIATE_TEST_SUITE_P(Paths, GpuRecordsTest, ::testing::Values(PathKind::kPeer, PathKind::kShared), kNameOf);
+const auto kNameOf = [](const auto& path) {
+  return std::string(path.param == PathKind::kPeer ? "peer" : "staged_shared");
+};
+INSTANTIATE_TEST_SUITE_P(Paths, GpuFetcherTest,
+                         ::testing::Values(PathKind::kPeer, PathKind::kShared), kNameOf);
+INSTANTIATE_TEST_SUITE_P(Paths, GpuRecordsTest,
+                         ::testing::Values(PathKind::kPeer, PathKind::kShared), kNameOf);
 
 }  // namespace
 }  // namespace kvd

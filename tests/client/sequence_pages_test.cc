@@ -148,7 +148,8 @@ TEST_F(SequencePagesTest, MovedPagesAreReadElsewhereFromTheNextStepOn) {
   EXPECT_EQ(pages_.fetcher(1), source->fetcher.get());
   const auto back = pages_.TakeBackMoved();
   ASSERT_NE(back, nullptr);
-  EXPECT_EQ((*back)[0].source, sequence_.sources[1]) << "the old session is freed outside of a step";
+  EXPECT_EQ((*back)[0].source, sequence_.sources[1])
+      << "the old session is freed outside of a step";
   EXPECT_TRUE(pages_.PushMoved(&second));
 }
 

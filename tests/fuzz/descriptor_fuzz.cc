@@ -1,6 +1,6 @@
-// Fuzz target: both ends of the descriptor handshake. The first byte chooses the end that is given the rest
-// as its peer's words. A server gives descriptors for the one right request only; a client returns nothing
-// that was not a whole, right answer.
+// Fuzz target: both ends of the descriptor handshake. The first byte chooses the end that is given
+// the rest as its peer's words. A server gives descriptors for the one right request only; a client
+// returns nothing that was not a whole, right answer.
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -46,25 +46,30 @@ void SendToServer(std::span<const uint8_t> words) {
   static const UniqueFd memory(open("/dev/null", O_RDONLY | O_CLOEXEC));
   static const std::string path = Folder() + "/server";
   static const std::unique_ptr<DescriptorListener> listener = [] {
-    auto made = DescriptorListener::Make(path, [](const DescriptorRequest& request) -> absl::StatusOr<std::vector<int>> {
-      const DescriptorRequest right = RightRequest();
-      if (std::memcmp(&request, &right, sizeof(right)) != 0) return absl::AbortedError("unknown");
-      return std::vector<int>{memory.get()};
-    });
+    auto made = DescriptorListener::Make(
+        path, [](const DescriptorRequest& request) -> absl::StatusOr<std::vector<int>> {
+          const DescriptorRequest right = RightRequest();
+          if (std::memcmp(&request, &right, sizeof(right)) != 0)
+            return absl::AbortedError("unknown");
+          return std::vector<int>{memory.get()};
+        });
     KVD_CHECK(made.ok());
     return *std::move(made);
   }();
   const UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const sockaddr_un address = AddressOf(path);
-  KVD_CHECK(connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+  KVD_CHECK(connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) ==
+            0);
   if (!words.empty()) send(socket.get(), words.data(), words.size(), MSG_NOSIGNAL);
   shutdown(socket.get(), SHUT_WR);
   DescriptorReply reply;
   const ssize_t got = recv(socket.get(), &reply, sizeof(reply), MSG_WAITALL);
   const DescriptorRequest right = RightRequest();
-  const bool is_right = words.size() >= sizeof(right) && std::memcmp(words.data(), &right, sizeof(right)) == 0;
+  const bool is_right =
+      words.size() >= sizeof(right) && std::memcmp(words.data(), &right, sizeof(right)) == 0;
   KVD_CHECK(!is_right || (got == sizeof(reply) && reply.status == WireStatus::kOk));
-  KVD_CHECK(is_right || got != sizeof(reply) || (reply.status != WireStatus::kOk && reply.num_descriptors == 0));
+  KVD_CHECK(is_right || got != sizeof(reply) ||
+            (reply.status != WireStatus::kOk && reply.num_descriptors == 0));
 }
 
 void AnswerClient(std::span<const uint8_t> words) {

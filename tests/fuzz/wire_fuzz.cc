@@ -1,5 +1,6 @@
-// Fuzz target: a message of the data plane as a daemon takes it apart, header, then fetch or ingest entries.
-// Nothing may crash; what is accepted must be in range, and without a lease only the canary is allowed.
+// Fuzz target: a message of the data plane as a daemon takes it apart, header, then fetch or ingest
+// entries. Nothing may crash; what is accepted must be in range, and without a lease only the
+// canary is allowed.
 
 #include <algorithm>
 #include <cstring>
@@ -39,11 +40,13 @@ void TakeFetchEntries(std::span<const uint8_t> payload) {
   const absl::Status checked = arena.CheckFetch(kSession, entries, allowed);
   const ArenaShape& shape = arena.memory().shape();
   const bool in_range = std::all_of(entries.begin(), entries.end(), [&](const FetchEntry& entry) {
-    return entry.slot < shape.num_slots && entry.layer < shape.slot.num_layers && entry.head < shape.slot.shard_heads;
+    return entry.slot < shape.num_slots && entry.layer < shape.slot.num_layers &&
+           entry.head < shape.slot.shard_heads;
   });
   KVD_CHECK(checked.ok() == in_range);
   if (!checked.ok()) return;
-  for (size_t i = 0; i < entries.size(); ++i) KVD_CHECK(allowed[i] == (entries[i].slot == 0 ? 1 : 0));
+  for (size_t i = 0; i < entries.size(); ++i)
+    KVD_CHECK(allowed[i] == (entries[i].slot == 0 ? 1 : 0));
 }
 
 void TakeIngestEntries(std::span<const uint8_t> payload) {

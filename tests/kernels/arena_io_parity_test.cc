@@ -29,7 +29,8 @@ std::vector<uint8_t> Bytes(size_t size, uint64_t seed) {
 }
 
 TEST_F(ArenaIoParityTest, PiecesOfAnySizeArriveWhereTheyBelongAndNothingElseChanges) {
-  for (const size_t bytes : {size_t{16}, size_t{64}, size_t{4096}, size_t{8192}, size_t{8208}, size_t{204800}}) {
+  for (const size_t bytes :
+       {size_t{16}, size_t{64}, size_t{4096}, size_t{8192}, size_t{8208}, size_t{204800}}) {
     constexpr size_t kPieces = 5;
     const size_t stride = bytes + 32;
     const std::vector<uint8_t> source = Bytes(kPieces * stride, bytes);
@@ -94,8 +95,13 @@ TEST_F(ArenaIoParityTest, OnlyTheExpectedEvenGenerationIsValid) {
   for (size_t i = 0; i < 4; ++i) words[8 * i] = 4 + i;  // 4, 5, 6, 7
   DeviceArray<uint64_t> headers(words);
   const auto* first = reinterpret_cast<const PageHeader*>(headers.data());
-  DeviceArray<GenerationCheck> checks(std::vector<GenerationCheck>{
-      {first, 4}, {first, 6}, {first + 1, 5}, {first + 2, 6}, {first + 2, 4}, {first + 3, 6}, {first + 3, 8}});
+  DeviceArray<GenerationCheck> checks(std::vector<GenerationCheck>{{first, 4},
+                                                                   {first, 6},
+                                                                   {first + 1, 5},
+                                                                   {first + 2, 6},
+                                                                   {first + 2, 4},
+                                                                   {first + 3, 6},
+                                                                   {first + 3, 8}});
   DeviceArray<uint8_t> valid(7);
   valid.Poison();
   KVD_CUDA_OK(LaunchCheckGenerations(checks.data(), 7, valid.data(), nullptr));
@@ -103,11 +109,12 @@ TEST_F(ArenaIoParityTest, OnlyTheExpectedEvenGenerationIsValid) {
 }
 
 TEST_F(ArenaIoParityTest, ChecksumsOfLongPiecesAreTheHosts) {
-  for (const size_t bytes : {size_t{32} << 10, (size_t{32} << 10) - 4, size_t{204800}, size_t{204800 + 44}}) {
+  for (const size_t bytes :
+       {size_t{32} << 10, (size_t{32} << 10) - 4, size_t{204800}, size_t{204800 + 44}}) {
     const std::vector<uint8_t> data = Bytes(3 * bytes, bytes);
     DeviceArray<uint8_t> d_data(data);
-    DeviceArray<const uint8_t*> pieces(
-        std::vector<const uint8_t*>{d_data.data() + 2 * bytes, d_data.data(), d_data.data() + bytes});
+    DeviceArray<const uint8_t*> pieces(std::vector<const uint8_t*>{
+        d_data.data() + 2 * bytes, d_data.data(), d_data.data() + bytes});
     DeviceArray<uint64_t> sums(3);
     sums.Poison();
     KVD_CUDA_OK(LaunchChecksum64(pieces.data(), 3, bytes, sums.data(), nullptr));

@@ -1,5 +1,6 @@
-// Goal: LaunchAttendPages attends what its sequences and selections say, the step's token among it. Method: bits compared with
-// LaunchAttend's over a list made on the host, of pages to which the reference appended; padding and long lists among them.
+// Goal: LaunchAttendPages attends what its sequences and selections say, the step's token among it.
+// Method: bits compared with LaunchAttend's over a list made on the host, of pages to which the
+// reference appended; padding and long lists among them.
 
 #include <gtest/gtest.h>
 
@@ -26,8 +27,8 @@ struct Case {
   KvDtype dtype;
 };
 
-// Sequences whose lengths end in the first, a middle and the last place of a page; the second is padding. Every KV head has
-// a list of its own, one of them empty.
+// Sequences whose lengths end in the first, a middle and the last place of a page; the second is
+// padding. Every KV head has a list of its own, one of them empty.
 class Sequences {
  public:
   static constexpr int kHeads = 2, kLayers = 2, kLayer = 1, kSinks = 1, kRing = 2;
@@ -35,7 +36,8 @@ class Sequences {
   explicit Sequences(const Case& c)
       : case_(c),
         unit_bytes_(MakeUnitLayout(c.head_dim, c.page_tokens).bytes),
-        bytes_of_sequence_(static_cast<size_t>((c.num_pages + kRing) * kLayers * kHeads) * unit_bytes_) {
+        bytes_of_sequence_(static_cast<size_t>((c.num_pages + kRing) * kLayers * kHeads) *
+                           unit_bytes_) {
     // The same pages for all, so that the largest case stays small on the host.
     const auto values = RandomKv(static_cast<int64_t>(bytes_of_sequence_ / 2), c.dtype, 1.0f, 3);
     std::vector<uint8_t> once(bytes_of_sequence_);
@@ -57,7 +59,8 @@ class Sequences {
       rows_.push_back(row);
       for (int h = 0; h < kHeads; ++h) {
         std::vector<int32_t> chosen;
-        for (int p = kSinks; p < c.num_pages - 1 && static_cast<int>(chosen.size()) < c.max_selected; ++p)
+        for (int p = kSinks;
+             p < c.num_pages - 1 && static_cast<int>(chosen.size()) < c.max_selected; ++p)
           if (random() % 8 != 0 && n + h != 3) chosen.push_back(p);
         num_selected_.push_back(static_cast<int32_t>(chosen.size()));
         chosen.resize(static_cast<size_t>(c.max_selected), -1);
@@ -85,16 +88,19 @@ class Sequences {
       if (row.num_tokens >= 0) {
         for (int p = 0; p < row.num_sinks; ++p) list.push_back(p);
         for (int i = 0; i < num_selected_[r]; ++i)
-          list.push_back(selected_[r * static_cast<size_t>(case_.max_selected) + static_cast<size_t>(i)]);
+          list.push_back(
+              selected_[r * static_cast<size_t>(case_.max_selected) + static_cast<size_t>(i)]);
         for (int64_t p = row.first_ring_page; p <= tail; ++p) list.push_back(p);
         uint8_t* const unit = appended.data() + OffsetOf(r, tail);
         uint8_t* const tails[] = {unit};
         const auto token = static_cast<int32_t>(row.num_tokens % case_.page_tokens);
-        ref::Append({1, 1, case_.head_dim, case_.page_tokens, k_.data() + r * dim, v_.data() + r * dim, tails, &token});
+        ref::Append({1, 1, case_.head_dim, case_.page_tokens, k_.data() + r * dim,
+                     v_.data() + r * dim, tails, &token});
       }
       counts.push_back(static_cast<int32_t>(list.size()));
       for (const int64_t page : list) {
-        const int64_t tokens = std::min<int64_t>(case_.page_tokens, row.num_tokens + 1 - page * case_.page_tokens);
+        const int64_t tokens =
+            std::min<int64_t>(case_.page_tokens, row.num_tokens + 1 - page * case_.page_tokens);
         units.push_back({d_pages_->data() + OffsetOf(r, page), static_cast<int32_t>(tokens)});
       }
       units.resize((r + 1) * static_cast<size_t>(max_units));
@@ -148,8 +154,10 @@ class Sequences {
     const DeviceArray<uint16_t> query(query_);
     o.Poison();
     lse.Poison();
-    const AttendArgs args = {case_.sequences, kHeads, case_.group, case_.head_dim, case_.page_tokens, case_.dtype,
-                             .1f, 0, query.data(), 0, nullptr, nullptr, o.data(), lse.data()};
+    const AttendArgs args = {case_.sequences,   kHeads,      case_.group, case_.head_dim,
+                             case_.page_tokens, case_.dtype, .1f,         0,
+                             query.data(),      0,           nullptr,     nullptr,
+                             o.data(),          lse.data()};
     Graph([&](cudaStream_t stream) { KVD_CUDA_OK(launch(args, stream)); }).Replay();
     return {o.Download(), lse.Download(), d_pages_->Download()};
   }
@@ -167,7 +175,8 @@ class Sequences {
 class AttendPagesParityTest : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
     if (!IsBuiltHeadDim(GetParam().head_dim)) GTEST_SKIP() << "this head_dim is not built";
   }
 };
@@ -177,11 +186,13 @@ TEST_P(AttendPagesParityTest, EqualsAttendOverTheListOfTheSameUnits) {
   const Sequences::Result want = sequences.Expected(), got = sequences.Gpu();
   EXPECT_EQ(std::memcmp(got.o.data(), want.o.data(), want.o.size() * sizeof(float)), 0);
   EXPECT_EQ(std::memcmp(got.lse.data(), want.lse.data(), want.lse.size() * sizeof(float)), 0);
-  EXPECT_TRUE(got.pages == want.pages) << "the token was not appended, or something else was written";
+  EXPECT_TRUE(got.pages == want.pages)
+      << "the token was not appended, or something else was written";
   EXPECT_NE(sequences.Gpu(1).o, want.o) << "other pages were not noticed";
 }
 
-// As few sequences as leave a CTA one part, and so many that it has two or four; lists longer than a warp's lanes take at once.
+// As few sequences as leave a CTA one part, and so many that it has two or four; lists longer than
+// a warp's lanes take at once.
 INSTANTIATE_TEST_SUITE_P(Sizes, AttendPagesParityTest,
                          ::testing::Values(Case{128, 16, 4, 3, 160, 125, KvDtype::kBf16},
                                            Case{128, 16, 8, 40, 90, 60, KvDtype::kBf16},

@@ -1,6 +1,6 @@
-// Goal: resolve on the GPU leaves the same maps, slots and misses as the reference, step after step. Method: many
-// rows with caches of different sizes, random overlapping selections, one captured graph; everything compared
-// exactly.
+// Goal: resolve on the GPU leaves the same maps, slots and misses as the reference, step after
+// step. Method: many rows with caches of different sizes, random overlapping selections, one
+// captured graph; everything compared exactly.
 
 #include <gtest/gtest.h>
 
@@ -23,7 +23,8 @@ using kvd::testing::Graph;
 class ResolveParityTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 
@@ -53,7 +54,8 @@ class Caches {
       page_slot_.push_back(std::make_unique<DeviceArray<int32_t>>(host.back().page_slot));
       slot_page_.push_back(std::make_unique<DeviceArray<int32_t>>(host.back().slot_page));
       slot_step_.push_back(std::make_unique<DeviceArray<uint64_t>>(host.back().slot_step));
-      table.push_back({page_slot_.back()->data(), slot_page_.back()->data(), slot_step_.back()->data(), n});
+      table.push_back(
+          {page_slot_.back()->data(), slot_page_.back()->data(), slot_step_.back()->data(), n});
     }
     table_ = std::make_unique<DeviceArray<ResolveRow>>(table);
     batch_ = {static_cast<int>(rows_),
@@ -66,16 +68,19 @@ class Caches {
               slots_.data(),
               miss_idx_.data(),
               num_misses_.data()};
-    graph_ = std::make_unique<Graph>([&](cudaStream_t stream) { KVD_CUDA_OK(LaunchResolve(batch_, stream)); });
-    evict_ = std::make_unique<Graph>(
-        [&](cudaStream_t stream) { KVD_CUDA_OK(LaunchEvictInvalid(batch_, valid_.data(), stream)); });
+    graph_ = std::make_unique<Graph>(
+        [&](cudaStream_t stream) { KVD_CUDA_OK(LaunchResolve(batch_, stream)); });
+    evict_ = std::make_unique<Graph>([&](cudaStream_t stream) {
+      KVD_CUDA_OK(LaunchEvictInvalid(batch_, valid_.data(), stream));
+    });
   }
 
   void Step(uint64_t step, const std::vector<std::vector<int32_t>>& lists) {
     std::vector<int32_t> flat(rows_ * max_pages_, -1), counts;
     for (size_t row = 0; row < rows_; ++row) {
       host[row].Step(step, lists[row]);
-      std::copy(lists[row].begin(), lists[row].end(), flat.begin() + static_cast<std::ptrdiff_t>(row * max_pages_));
+      std::copy(lists[row].begin(), lists[row].end(),
+                flat.begin() + static_cast<std::ptrdiff_t>(row * max_pages_));
       counts.push_back(static_cast<int32_t>(lists[row].size()));
     }
     pages_.Upload(flat);
@@ -112,10 +117,12 @@ class Caches {
     for (size_t row = 0; row < rows_; ++row) {
       const Cache& c = host[row];
       bool same = num_misses[row] == c.num_misses && page_slot_[row]->Download() == c.page_slot &&
-                  slot_page_[row]->Download() == c.slot_page && slot_step_[row]->Download() == c.slot_step;
+                  slot_page_[row]->Download() == c.slot_page &&
+                  slot_step_[row]->Download() == c.slot_step;
       for (size_t i = 0; i < max_pages_; ++i) {
         same &= slots[row * max_pages_ + i] == (i < c.slots.size() ? c.slots[i] : -1);
-        same &= miss_idx[row * max_pages_ + i] == (i < static_cast<size_t>(c.num_misses) ? c.miss_idx[i] : -1);
+        same &= miss_idx[row * max_pages_ + i] ==
+                (i < static_cast<size_t>(c.num_misses) ? c.miss_idx[i] : -1);
       }
       wrong += same ? 0 : 1;
     }
@@ -150,7 +157,8 @@ std::vector<int32_t> Choose(int count, int num_pages, std::mt19937* random) {
   std::set<int32_t> chosen;
   while (chosen.size() < static_cast<size_t>(count)) {
     const auto p = static_cast<uint32_t>(num_pages);
-    chosen.insert(static_cast<int32_t>(std::min({(*random)() % p, (*random)() % p, (*random)() % p})));
+    chosen.insert(
+        static_cast<int32_t>(std::min({(*random)() % p, (*random)() % p, (*random)() % p})));
   }
   return {chosen.begin(), chosen.end()};
 }
@@ -163,7 +171,8 @@ TEST_F(ResolveParityTest, EveryStepLeavesTheReferencesMapsSlotsAndMisses) {
   for (uint64_t step = 1; step <= 40; ++step) {
     std::vector<std::vector<int32_t>> lists;
     for (size_t row = 0; row < num_slots.size(); ++row)
-      lists.push_back(Choose(row == 11 ? 0 : static_cast<int>(random() % (kSelect + 1)), kPages, &random));
+      lists.push_back(
+          Choose(row == 11 ? 0 : static_cast<int>(random() % (kSelect + 1)), kPages, &random));
     caches.Step(step * 3, lists);
     ASSERT_EQ(caches.CountWrong(), 0) << "step " << step;
     if (step % 4 == 0) {

@@ -1,6 +1,9 @@
-// Goal: the score kernels give what the reference gives, on every geometry, and the same bits whoever asks.
-// Method: records that the encoder built from random, spread and adversarial pages; lse compared with
-// kvd::ref within the tolerance of kernels/README.md.
+// Goal: the score kernels give what the reference gives, on every geometry, and the same bits
+// whoever asks.
+// Method: records that the encoder built from random, spread and adversarial pages; lse compared
+// with kvd::ref within the tolerance of kernels/README.md.
+
+#include "tests/kernels/score_parity.h"
 
 #include <gtest/gtest.h>
 
@@ -9,8 +12,6 @@
 #include <cstring>
 #include <string>
 #include <vector>
-
-#include "tests/kernels/score_parity.h"
 
 namespace kvd {
 namespace {
@@ -23,9 +24,10 @@ using kvd::testing::Graph;
 using kvd::testing::Name;
 using kvd::testing::SameBits;
 
-// Places where `got` is not `want`: a NaN, a value beyond a page list's end that is not -inf, or one that is
-// off by more than 1e-3, or 3e-5 of what its logits are made of.
-int CountWrong(const Batch& batch, const std::vector<float>& got, const std::vector<float>& want, int group) {
+// Places where `got` is not `want`: a NaN, a value beyond a page list's end that is not -inf, or
+// one that is off by more than 1e-3, or 3e-5 of what its logits are made of.
+int CountWrong(const Batch& batch, const std::vector<float>& got, const std::vector<float>& want,
+               int group) {
   int wrong = 0;
   size_t at = 0;
   for (int s = 0; s < static_cast<int>(batch.num_pages().size()); ++s) {
@@ -33,11 +35,14 @@ int CountWrong(const Batch& batch, const std::vector<float>& got, const std::vec
       for (int64_t p = 0; p < batch.stride(); ++p, ++at) {
         const double g = double{got[at]}, w = double{want[at]};
         if (g == w) continue;  // -inf too
-        const bool close = std::abs(g - w) <= 1e-3 ||
-                           (p < batch.num_pages()[static_cast<size_t>(s)] &&
-                            std::abs(g - w) <= 3e-5 * batch.Magnitude(s, head, static_cast<int>(p)));
+        const bool close =
+            std::abs(g - w) <= 1e-3 ||
+            (p < batch.num_pages()[static_cast<size_t>(s)] &&
+             std::abs(g - w) <= 3e-5 * batch.Magnitude(s, head, static_cast<int>(p)));
         if (close) continue;
-        if (++wrong <= 3) std::printf("sequence %d head %d page %d: got %.9g, want %.9g\n", s, head, static_cast<int>(p), g, w);
+        if (++wrong <= 3)
+          std::printf("sequence %d head %d page %d: got %.9g, want %.9g\n", s, head,
+                      static_cast<int>(p), g, w);
       }
     }
   }
@@ -48,7 +53,8 @@ enum class Scan { kFull, kCoarse };
 
 std::vector<float> RunRef(const Batch& batch, Scan scan) {
   std::vector<float> lse(batch.LseSize());
-  scan == Scan::kFull ? ref::ScoreFull(batch.HostArgs(lse.data())) : ref::ScoreCoarse(batch.HostArgs(lse.data()));
+  scan == Scan::kFull ? ref::ScoreFull(batch.HostArgs(lse.data()))
+                      : ref::ScoreCoarse(batch.HostArgs(lse.data()));
   return lse;
 }
 
@@ -56,14 +62,16 @@ std::vector<float> RunGpu(const Batch& batch, Scan scan) {
   DeviceArray<float> lse(batch.LseSize());
   lse.Poison();
   const ScoreArgs args = batch.DeviceArgs(lse.data());
-  KVD_CUDA_OK(scan == Scan::kFull ? LaunchScoreFull(args, nullptr) : LaunchScoreCoarse(args, nullptr));
+  KVD_CUDA_OK(scan == Scan::kFull ? LaunchScoreFull(args, nullptr)
+                                  : LaunchScoreCoarse(args, nullptr));
   return lse.Download();
 }
 
 class ScoreParityTest : public ::testing::TestWithParam<Geometry> {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 
@@ -71,7 +79,8 @@ TEST_P(ScoreParityTest, FullAndCoarseScansEqualTheReference) {
   const Batch batch(GetParam(), {37, 0, 70, 8, 1}, false);
   for (const Scan scan : {Scan::kFull, Scan::kCoarse}) {
     const std::vector<float> want = RunRef(batch, scan), got = RunGpu(batch, scan);
-    EXPECT_EQ(CountWrong(batch, got, want, GetParam().group), 0) << (scan == Scan::kFull ? "full" : "coarse");
+    EXPECT_EQ(CountWrong(batch, got, want, GetParam().group), 0)
+        << (scan == Scan::kFull ? "full" : "coarse");
     EXPECT_TRUE(SameBits(got, RunGpu(batch, scan))) << "a repeat gave other bits";
   }
 }
@@ -80,7 +89,8 @@ TEST_P(ScoreParityTest, ExtremePagesSaturateAndLeaveTheirNeighboursBits) {
   const Batch batch(GetParam(), {64, 21}, true);
   const Batch mild(GetParam(), {64, 21}, false);
   for (const Scan scan : {Scan::kFull, Scan::kCoarse}) {
-    const std::vector<float> want = RunRef(batch, scan), got = RunGpu(batch, scan), plain = RunGpu(mild, scan);
+    const std::vector<float> want = RunRef(batch, scan), got = RunGpu(batch, scan),
+                             plain = RunGpu(mild, scan);
     EXPECT_EQ(CountWrong(batch, got, want, GetParam().group), 0);
     int moved = 0;
     for (size_t i = 0; i < got.size(); ++i) {
@@ -103,7 +113,8 @@ TEST_P(ScoreParityTest, WrongAnswersAreRejected) {
   std::vector<float> shifted = got;
   std::rotate(shifted.begin(), shifted.begin() + 1, shifted.begin() + 37);
   EXPECT_GT(CountWrong(batch, shifted, want, group), 20);
-  EXPECT_GT(CountWrong(batch, RunGpu(batch, Scan::kCoarse), want, group), 20) << "the fine part was dropped";
+  EXPECT_GT(CountWrong(batch, RunGpu(batch, Scan::kCoarse), want, group), 20)
+      << "the fine part was dropped";
   Batch dropped(GetParam(), {37, 12}, false);
   dropped.DropCentroidScale(5);
   const std::vector<float> without = RunRef(dropped, Scan::kFull);
@@ -129,7 +140,8 @@ TEST_P(ScoreParityTest, RefineGivesTheBitsOfTheFullScan) {
   DeviceArray<float> lse(batch.LseSize());
   lse.Poison();
   const std::vector<float> before = lse.Download();
-  KVD_CUDA_OK(LaunchScoreRefine({batch.DeviceArgs(lse.data()), kMax, d_candidates.data(), d_counts.data()}, nullptr));
+  KVD_CUDA_OK(LaunchScoreRefine(
+      {batch.DeviceArgs(lse.data()), kMax, d_candidates.data(), d_counts.data()}, nullptr));
   const std::vector<float> got = lse.Download(), full = RunGpu(batch, Scan::kFull);
   std::vector<float> want = before;
   for (int row = 0; row < 4; ++row) {
@@ -144,34 +156,58 @@ TEST_P(ScoreParityTest, RefineGivesTheBitsOfTheFullScan) {
   EXPECT_TRUE(SameBits(got, want));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Geometries, ScoreParityTest,
-    ::testing::ValuesIn(Built(
-        {{128, 16, 8, 4}, {128, 16, 8, 1, KvDtype::kFp16}, {128, 16, 8, 8}, {128, 16, 8, 5, KvDtype::kFp16}, {128, 16, 8, 12},
-         {128, 16, 8, 16, KvDtype::kFp16}, {128, 16, 8, 4, KvDtype::kBf16, 30.0f}, {128, 16, 8, 7, KvDtype::kBf16, 50.0f},
-         {64, 16, 8, 3}, {64, 16, 8, 2, KvDtype::kFp16}, {64, 16, 8, 6}, {64, 16, 8, 16}, {64, 16, 8, 9, KvDtype::kFp16, 20.0f},
-         {128, 16, 4, 8}, {128, 32, 8, 12}, {128, 32, 4, 5, KvDtype::kFp16}, {64, 16, 4, 16}, {64, 32, 8, 7}, {64, 32, 4, 2},
-         {96, 16, 8, 6}, {96, 16, 4, 4}, {96, 32, 8, 16, KvDtype::kFp16}, {96, 32, 4, 9}, {256, 16, 8, 4},
-         {256, 16, 4, 10, KvDtype::kFp16}, {256, 32, 8, 16}, {256, 32, 4, 4}, {256, 16, 8, 12, KvDtype::kBf16, 50.0f}})),
-    Name);
+INSTANTIATE_TEST_SUITE_P(Geometries, ScoreParityTest,
+                         ::testing::ValuesIn(Built({{128, 16, 8, 4},
+                                                    {128, 16, 8, 1, KvDtype::kFp16},
+                                                    {128, 16, 8, 8},
+                                                    {128, 16, 8, 5, KvDtype::kFp16},
+                                                    {128, 16, 8, 12},
+                                                    {128, 16, 8, 16, KvDtype::kFp16},
+                                                    {128, 16, 8, 4, KvDtype::kBf16, 30.0f},
+                                                    {128, 16, 8, 7, KvDtype::kBf16, 50.0f},
+                                                    {64, 16, 8, 3},
+                                                    {64, 16, 8, 2, KvDtype::kFp16},
+                                                    {64, 16, 8, 6},
+                                                    {64, 16, 8, 16},
+                                                    {64, 16, 8, 9, KvDtype::kFp16, 20.0f},
+                                                    {128, 16, 4, 8},
+                                                    {128, 32, 8, 12},
+                                                    {128, 32, 4, 5, KvDtype::kFp16},
+                                                    {64, 16, 4, 16},
+                                                    {64, 32, 8, 7},
+                                                    {64, 32, 4, 2},
+                                                    {96, 16, 8, 6},
+                                                    {96, 16, 4, 4},
+                                                    {96, 32, 8, 16, KvDtype::kFp16},
+                                                    {96, 32, 4, 9},
+                                                    {256, 16, 8, 4},
+                                                    {256, 16, 4, 10, KvDtype::kFp16},
+                                                    {256, 32, 8, 16},
+                                                    {256, 32, 4, 4},
+                                                    {256, 16, 8, 12, KvDtype::kBf16, 50.0f}})),
+                         Name);
 
 class ScoreGraphTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 
 TEST_F(ScoreGraphTest, ACapturedScanFollowsLengthsThatChangeBetweenReplays) {
   Batch batch({128, 16, 8, 4}, {90, 40, 64}, false);
   DeviceArray<float> lse(batch.LseSize());
-  const Graph graph([&](cudaStream_t stream) { KVD_CUDA_OK(LaunchScoreFull(batch.DeviceArgs(lse.data()), stream)); });
+  const Graph graph([&](cudaStream_t stream) {
+    KVD_CUDA_OK(LaunchScoreFull(batch.DeviceArgs(lse.data()), stream));
+  });
   for (const auto& [first, second] : {std::pair(90, 40), {3, 40}, {0, 0}, {90, 17}}) {
     batch.SetLength(0, first);
     batch.SetLength(1, second);
     lse.Poison();
     graph.Replay();
-    EXPECT_EQ(CountWrong(batch, lse.Download(), RunRef(batch, Scan::kFull), 4), 0) << first << ' ' << second;
+    EXPECT_EQ(CountWrong(batch, lse.Download(), RunRef(batch, Scan::kFull), 4), 0)
+        << first << ' ' << second;
   }
 }
 
@@ -218,7 +254,8 @@ TEST_F(ScoreGraphTest, GeometriesBeyondTheLimitsAreRefused) {
 
 TEST(BuiltGeometriesTest, AGeometryThatIsNotBuiltIsRefusedAndTheOptionNamed) {
   if (kAllGeometries) GTEST_SKIP() << "this build has all of them";
-  ScoreArgs score = {1, 1, 4, 96, 16, 8, KvDtype::kBf16, 1, 0, nullptr, nullptr, nullptr, nullptr, nullptr, 8, nullptr};
+  ScoreArgs score = {1,       1,       4,       96,      16,      8, KvDtype::kBf16, 1, 0,
+                     nullptr, nullptr, nullptr, nullptr, nullptr, 8, nullptr};
   EXPECT_EQ(LaunchScoreFull(score, nullptr), cudaErrorNotSupported);
   score.head_dim = 128;
   score.page_tokens = 32;

@@ -1,6 +1,7 @@
-// Goal: the score kernels are right on keys and queries like a model's, by the truth. Method: records of every synthetic regime,
-// as the daemon would build them, against the double-precision oracle, within the limits of the method (kernels/README.md,
-// "Tolerances"): two regimes on every geometry, every regime at head dims 64 and 128.
+// Goal: the score kernels are right on keys and queries like a model's, by the truth. Method:
+// records of every synthetic regime, as the daemon would build them, against the double-precision
+// oracle, within the limits of the method (kernels/README.md, "Tolerances"): two regimes on every
+// geometry, every regime at head dims 64 and 128.
 
 #include <gtest/gtest.h>
 
@@ -26,13 +27,14 @@ class ScoreRegimeParityTest : public ::testing::Test {
 };
 
 std::string Name(const Format& f, int group, Regime regime) {
-  return "D" + std::to_string(f.head_dim) + " B" + std::to_string(f.page_tokens) + " R" + std::to_string(f.rank) + " G" +
-         std::to_string(group) + " regime " + std::to_string(static_cast<int>(regime));
+  return "D" + std::to_string(f.head_dim) + " B" + std::to_string(f.page_tokens) + " R" +
+         std::to_string(f.rank) + " G" + std::to_string(group) + " regime " +
+         std::to_string(static_cast<int>(regime));
 }
 
 // [G, P] of either scan on the GPU; `query` is rotated.
-std::vector<float> RunGpu(const Format& f, int group, const std::vector<Record>& records, const std::vector<uint16_t>& query,
-                          float scale, bool coarse_only) {
+std::vector<float> RunGpu(const Format& f, int group, const std::vector<Record>& records,
+                          const std::vector<uint16_t>& query, float scale, bool coarse_only) {
   std::vector<uint8_t> coarse, fine;
   for (const Record& r : records) {
     coarse.insert(coarse.end(), r.coarse.begin(), r.coarse.end());
@@ -46,24 +48,40 @@ std::vector<float> RunGpu(const Format& f, int group, const std::vector<Record>&
   const DeviceArray<int32_t> count(std::vector<int32_t>{kPages});
   DeviceArray<float> lse(static_cast<size_t>(group) * kPages);
   lse.Poison();
-  const ScoreArgs args = {1, 1, group, f.head_dim, f.page_tokens, f.rank, f.dtype, scale, 0, d_query.data(),
-                          coarse_base.data(), fine_base.data(), capacity.data(), count.data(), kPages, lse.data()};
+  const ScoreArgs args = {1,
+                          1,
+                          group,
+                          f.head_dim,
+                          f.page_tokens,
+                          f.rank,
+                          f.dtype,
+                          scale,
+                          0,
+                          d_query.data(),
+                          coarse_base.data(),
+                          fine_base.data(),
+                          capacity.data(),
+                          count.data(),
+                          kPages,
+                          lse.data()};
   KVD_CUDA_OK(coarse_only ? LaunchScoreCoarse(args, nullptr) : LaunchScoreFull(args, nullptr));
   return lse.Download();
 }
 
-std::vector<double> Truth(const Format& f, int group, const std::vector<Record>& records, const std::vector<uint16_t>& query,
-                          float scale, bool coarse_only) {
+std::vector<double> Truth(const Format& f, int group, const std::vector<Record>& records,
+                          const std::vector<uint16_t>& query, float scale, bool coarse_only) {
   std::vector<double> lse;
   for (int g = 0; g < group; ++g) {
     for (const Record& r : records)
-      lse.push_back(OracleRecordLse(query.data() + g * f.head_dim, r.coarse.data(), coarse_only ? nullptr : r.fine.data(),
-                                    f.head_dim, f.page_tokens, f.rank, f.dtype, double{scale}, 0));
+      lse.push_back(OracleRecordLse(query.data() + g * f.head_dim, r.coarse.data(),
+                                    coarse_only ? nullptr : r.fine.data(), f.head_dim,
+                                    f.page_tokens, f.rank, f.dtype, double{scale}, 0));
   }
   return lse;
 }
 
-// Whether every lse is within 1e-3, relative 3e-5 above 32, and the rms of what is below 32 within 1e-4.
+// Whether every lse is within 1e-3, relative 3e-5 above 32, and the rms of what is below 32 within
+// 1e-4.
 bool Close(const std::vector<float>& got, const std::vector<double>& want) {
   double sum2 = 0, count = 0;
   for (size_t i = 0; i < want.size(); ++i) {
@@ -79,15 +97,19 @@ bool Close(const std::vector<float>& got, const std::vector<double>& want) {
 void Check(const Format& f, int group, Regime regime) {
   SCOPED_TRACE(Name(f, group, regime));
   const Head head(regime, f, group, kPages);
-  const std::vector<uint16_t> plain(head.head.query.begin(), head.head.query.begin() + group * f.head_dim);
+  const std::vector<uint16_t> plain(head.head.query.begin(),
+                                    head.head.query.begin() + group * f.head_dim);
   std::vector<uint16_t> query(plain.size());
   RotateQuery(plain.data(), group, f.head_dim, f.dtype, query.data());
   const std::vector<Record> records = head.Reference(f, Encoder::kE1S);
   for (const bool coarse_only : {false, true}) {
-    const std::vector<float> got = RunGpu(f, group, records, query, head.head.softmax_scale, coarse_only);
-    const std::vector<double> want = Truth(f, group, records, query, head.head.softmax_scale, coarse_only);
+    const std::vector<float> got =
+        RunGpu(f, group, records, query, head.head.softmax_scale, coarse_only);
+    const std::vector<double> want =
+        Truth(f, group, records, query, head.head.softmax_scale, coarse_only);
     EXPECT_TRUE(Close(got, want)) << (coarse_only ? "coarse" : "full");
-    EXPECT_EQ(got, RunGpu(f, group, records, query, head.head.softmax_scale, coarse_only)) << "a repeat gave other bits";
+    EXPECT_EQ(got, RunGpu(f, group, records, query, head.head.softmax_scale, coarse_only))
+        << "a repeat gave other bits";
 
     std::vector<float> wrong = got;
     std::rotate(wrong.begin(), wrong.begin() + 1, wrong.begin() + kPages);
@@ -100,14 +122,16 @@ void Check(const Format& f, int group, Regime regime) {
     std::vector<Record> dropped = records;
     const uint32_t at = MakeSummaryLayout(f.head_dim, f.page_tokens, f.rank).coarse[kCoarseScales];
     for (Record& r : dropped) std::fill_n(r.coarse.begin() + at, 2, uint8_t{0});
-    EXPECT_FALSE(Close(RunGpu(f, group, dropped, query, head.head.softmax_scale, coarse_only), want))
+    EXPECT_FALSE(
+        Close(RunGpu(f, group, dropped, query, head.head.softmax_scale, coarse_only), want))
         << "a dropped scale was not noticed";
   }
 }
 
 TEST_F(ScoreRegimeParityTest, EveryRegimeIsScoredRightAtHeadDims64And128) {
-  for (const Regime regime : {Regime::kDiffuse, Regime::kNeedle, Regime::kOutlierToken, Regime::kOutlierChannels, Regime::kSink,
-                              Regime::kHeadOffset, Regime::kWalk}) {
+  for (const Regime regime :
+       {Regime::kDiffuse, Regime::kNeedle, Regime::kOutlierToken, Regime::kOutlierChannels,
+        Regime::kSink, Regime::kHeadOffset, Regime::kWalk}) {
     Check({128, 16, 8}, 4, regime);
     Check({128, 16, 8, KvDtype::kFp16}, 8, regime);
     Check({64, 16, 8}, 3, regime);

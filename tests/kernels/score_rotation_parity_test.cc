@@ -1,4 +1,5 @@
-// Goal: score rotates queries as RotateQuery does, bit for bit. Method: the same scan of queries that were rotated before.
+// Goal: score rotates queries as RotateQuery does, bit for bit. Method: the same scan of queries
+// that were rotated before.
 
 #include <algorithm>
 #include <string>
@@ -16,7 +17,8 @@ using kvd::testing::Geometry;
 using kvd::testing::Name;
 using kvd::testing::SameBits;
 
-// Full, coarse and refining scans of a batch: bit for bit those of queries that were rotated before.
+// Full, coarse and refining scans of a batch: bit for bit those of queries that were rotated
+// before.
 void ExpectRotated(const Batch& batch) {
   constexpr int kMax = 24;
   std::vector<int32_t> candidates, counts;
@@ -33,7 +35,8 @@ void ExpectRotated(const Batch& batch) {
       lse.Poison();
       if (scan == 0) KVD_CUDA_OK(LaunchScoreFull(args, nullptr));
       if (scan == 1) KVD_CUDA_OK(LaunchScoreCoarse(args, nullptr));
-      if (scan == 2) KVD_CUDA_OK(LaunchScoreRefine({args, kMax, d_candidates.data(), d_counts.data()}, nullptr));
+      if (scan == 2)
+        KVD_CUDA_OK(LaunchScoreRefine({args, kMax, d_candidates.data(), d_counts.data()}, nullptr));
       return lse.Download();
     };
     const ScoreArgs plain = batch.PlainArgs(lse.data());
@@ -51,7 +54,8 @@ void ExpectRotated(const Batch& batch) {
 class ScoreRotationTest : public ::testing::TestWithParam<Geometry> {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 
@@ -65,10 +69,13 @@ std::vector<Geometry> AllGroups() {
   std::vector<Geometry> all;
   for (const int dim : {64, 96, 128, 256}) {
     for (int group = 1; group <= 16; ++group) {
-      for (const KvDtype dtype : {KvDtype::kBf16, KvDtype::kFp16}) all.push_back({dim, 16, 8, group, dtype});
+      for (const KvDtype dtype : {KvDtype::kBf16, KvDtype::kFp16})
+        all.push_back({dim, 16, 8, group, dtype});
     }
   }
-  for (const Geometry& g : {Geometry{128, 32, 4, 4}, {64, 32, 8, 7}, {96, 32, 4, 9}, {256, 32, 8, 16}}) all.push_back(g);
+  for (const Geometry& g :
+       {Geometry{128, 32, 4, 4}, {64, 32, 8, 7}, {96, 32, 4, 9}, {256, 32, 8, 16}})
+    all.push_back(g);
   return Built(all);
 }
 INSTANTIATE_TEST_SUITE_P(AllGroups, ScoreRotationTest, ::testing::ValuesIn(AllGroups()), Name);

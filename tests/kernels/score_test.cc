@@ -1,7 +1,6 @@
 // Goal: score gives the lse that a record stands for, on every geometry, and nothing but the record
 // and the query decides its bits. Method: records of random codes against the double-precision
 // oracle; properties; wrong inputs that the same comparison must reject.
-#include "kernels/rotate.h"
 #include "kernels/score.h"
 
 #include <gtest/gtest.h>
@@ -11,6 +10,7 @@
 #include <limits>
 #include <string>
 
+#include "kernels/rotate.h"
 #include "tests/support/kv_data.h"
 #include "tests/support/oracle.h"
 #include "tests/support/records.h"

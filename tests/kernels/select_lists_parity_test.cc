@@ -27,7 +27,8 @@ struct Progressive {
   SelectResult among;
 };
 
-Progressive RunProgressive(const SelectProblem& coarse, int num_chosen, const std::vector<float>& fine) {
+Progressive RunProgressive(const SelectProblem& coarse, int num_chosen,
+                           const std::vector<float>& fine) {
   const size_t rows = coarse.Rows(), group = static_cast<size_t>(coarse.group);
   const auto max = static_cast<size_t>(num_chosen + coarse.n_sink + coarse.n_win);
   DeviceArray<float> lse(coarse.lse);
@@ -35,7 +36,8 @@ Progressive RunProgressive(const SelectProblem& coarse, int num_chosen, const st
       pages(rows * static_cast<size_t>(coarse.num_select)), num_selected(rows);
   const DeviceArray<float> threshold(rows), log_norm(rows * group);
   const DeviceArray<uint64_t> num_faults(std::vector<uint64_t>{0});
-  DeviceArray<uint8_t> scratch(SelectGpuScratchBytes(static_cast<int64_t>(rows), coarse.group, coarse.stride));
+  DeviceArray<uint8_t> scratch(
+      SelectGpuScratchBytes(static_cast<int64_t>(rows), coarse.group, coarse.stride));
   scratch.Poison(0);
   std::vector<DeviceArray<uint64_t>> bits;
   std::vector<const uint64_t*> tables;
@@ -51,7 +53,8 @@ Progressive RunProgressive(const SelectProblem& coarse, int num_chosen, const st
   args.num_select = num_chosen;
   args.log_norm = log_norm.data();
   args.scratch = scratch.data();
-  KVD_CUDA_OK(LaunchSelectCandidates(args, {static_cast<int>(max), lists.data(), counts.data()}, nullptr));
+  KVD_CUDA_OK(
+      LaunchSelectCandidates(args, {static_cast<int>(max), lists.data(), counts.data()}, nullptr));
   Progressive out;
   out.coarse_norm = log_norm.Download();
   out.refined = coarse;
@@ -90,13 +93,15 @@ int CountWrongLists(const SelectProblem& coarse, int num_chosen, const Progressi
   int wrong = 0;
   for (size_t row = 0; row < coarse.Rows(); ++row) {
     const int num_pages = coarse.num_pages[row / static_cast<size_t>(coarse.heads)];
-    const int sinks = std::min(coarse.n_sink, num_pages), window = std::max(sinks, num_pages - coarse.n_win);
+    const int sinks = std::min(coarse.n_sink, num_pages),
+              window = std::max(sinks, num_pages - coarse.n_win);
     std::vector<int32_t> list = got.refined.candidates[row];
     const auto k = static_cast<size_t>(num_chosen);
     const std::ptrdiff_t num = std::ssize(list) - sinks - (num_pages - window);
     if (num < 0 || num > num_chosen) return -1;
     for (int i = 0; i < sinks; ++i) wrong += list[static_cast<size_t>(i)] != i;
-    for (int p = window; p < num_pages; ++p) wrong += list[list.size() - static_cast<size_t>(num_pages - p)] != p;
+    for (int p = window; p < num_pages; ++p)
+      wrong += list[list.size() - static_cast<size_t>(num_pages - p)] != p;
     chosen.num_selected[row] = static_cast<int32_t>(num);
     const auto pages = chosen.pages.begin() + static_cast<std::ptrdiff_t>(row * k);
     std::fill(std::copy_n(list.begin() + sinks, num, pages), pages + num_chosen, -1);
@@ -117,10 +122,11 @@ struct ListCase {
   int heads, group, pages, num_chosen, num_select;
   float sigma;
 };
-constexpr ListCase kCases[] = {
-    {8, 4, 65536, 2016, 126, 2.0f},   {2, 4, 70001, 2016, 126, 2.0f},   {3, 4, 8192, 1024, 64, 2.0f},
-    {2, 8, 20000, 2016, 126, 1.5f},   {2, 1, 300000, 1500, 90, 2.0f},   {1, 16, 30000, 1024, 64, 2.0f},
-    {2, 3, 1 << 20, 7000, 400, 2.0f}, {2, 5, 40000, 12000, 1000, 1.0f}, {2, 4, 700, 5000, 126, 2.0f}};
+constexpr ListCase kCases[] = {{8, 4, 65536, 2016, 126, 2.0f},   {2, 4, 70001, 2016, 126, 2.0f},
+                               {3, 4, 8192, 1024, 64, 2.0f},     {2, 8, 20000, 2016, 126, 1.5f},
+                               {2, 1, 300000, 1500, 90, 2.0f},   {1, 16, 30000, 1024, 64, 2.0f},
+                               {2, 3, 1 << 20, 7000, 400, 2.0f}, {2, 5, 40000, 12000, 1000, 1.0f},
+                               {2, 4, 700, 5000, 126, 2.0f}};
 
 SelectProblem CoarseOf(const ListCase& c) {
   SelectProblem p;
@@ -140,7 +146,8 @@ TEST_F(SelectListsParityTest, BothSelectsAreRight) {
     const SelectProblem coarse = CoarseOf(c);
     const Progressive got = RunProgressive(coarse, c.num_chosen, Refine(coarse, 0, .5f));
     EXPECT_EQ(CountWrongLists(coarse, c.num_chosen, got), 0) << c.group << ", " << c.pages;
-    EXPECT_EQ(CountWrong(got.refined, got.among, Ref(got.refined)), 0) << c.group << ", " << c.pages;
+    EXPECT_EQ(CountWrong(got.refined, got.among, Ref(got.refined)), 0)
+        << c.group << ", " << c.pages;
     EXPECT_NE(got.among.log_norm, got.coarse_norm);
   }
 }
@@ -159,9 +166,11 @@ TEST_F(SelectListsParityTest, AShortRowBesideALongOneIsRight) {
 TEST_F(SelectListsParityTest, CandidatesThatRefineMovesFarAreRight) {
   for (const ListCase& c : {kCases[0], kCases[1], kCases[3], kCases[7]}) {
     for (const float shift : {-60.0f, -9.0f, -3.0f, -2.0f, 3.0f, 30.0f, 200.0f}) {
-      const SelectProblem coarse = CoarseOf({c.heads, c.group, c.pages, c.num_chosen, c.num_select, 4.0f});
+      const SelectProblem coarse =
+          CoarseOf({c.heads, c.group, c.pages, c.num_chosen, c.num_select, 4.0f});
       const Progressive got = RunProgressive(coarse, c.num_chosen, Refine(coarse, shift, 1.0f));
-      EXPECT_EQ(CountWrong(got.refined, got.among, Ref(got.refined)), 0) << c.pages << ", shift " << shift;
+      EXPECT_EQ(CountWrong(got.refined, got.among, Ref(got.refined)), 0)
+          << c.pages << ", shift " << shift;
     }
   }
 }
@@ -196,10 +205,12 @@ TEST_F(SelectListsParityTest, SelectableBitsAndRowsWithoutMassAreKeptToByBoth) {
       coarse.selectable.emplace_back(static_cast<size_t>(num + 63) / 64);
       for (uint64_t& word : coarse.selectable.back()) word = random() & random();
     }
-    std::fill(coarse.selectable[1].begin(), coarse.selectable[1].end(), uint64_t{0});  // nothing may be chosen
+    std::fill(coarse.selectable[1].begin(), coarse.selectable[1].end(),
+              uint64_t{0});  // nothing may be chosen
     std::vector<float> fine = Refine(coarse, 0, .5f);
     const auto row = static_cast<std::ptrdiff_t>(4 * coarse.stride);
-    for (std::vector<float>* lse : {&coarse.lse, &fine}) std::fill_n(lse->begin() + 2 * row, row, -kInfinity);
+    for (std::vector<float>* lse : {&coarse.lse, &fine})
+      std::fill_n(lse->begin() + 2 * row, row, -kInfinity);
     const Progressive got = RunProgressive(coarse, 1000, fine);
     EXPECT_EQ(CountWrongLists(coarse, 1000, got), 0) << pages;
     EXPECT_EQ(CountWrong(got.refined, got.among, Ref(got.refined)), 0) << pages;
@@ -252,7 +263,8 @@ TEST_F(SelectListsParityTest, ARowsBitsDoNotDependOnTheBatch) {
     all = Random(all, 3.0f, 8);
     for (const float shift : {0.0f, -6.0f}) {
       const std::vector<float> fine = Refine(all, shift, 1.0f);
-      const Progressive batch = RunProgressive(all, 1000, fine), again = RunProgressive(all, 1000, fine);
+      const Progressive batch = RunProgressive(all, 1000, fine),
+                        again = RunProgressive(all, 1000, fine);
       EXPECT_EQ(batch.among.log_norm, again.among.log_norm);
       EXPECT_EQ(batch.among.threshold, again.among.threshold);
       const auto size = static_cast<std::ptrdiff_t>(16 * all.stride);
@@ -260,9 +272,10 @@ TEST_F(SelectListsParityTest, ARowsBitsDoNotDependOnTheBatch) {
         SelectProblem one = all;
         one.num_pages = {pages};
         one.lse.assign(all.lse.begin() + n * size, all.lse.begin() + (n + 1) * size);
-        const Progressive alone = RunProgressive(one, 1000, {fine.begin() + n * size, fine.begin() + (n + 1) * size});
-        EXPECT_TRUE(
-            std::equal(alone.among.pages.begin(), alone.among.pages.end(), batch.among.pages.begin() + n * 4 * 126));
+        const Progressive alone =
+            RunProgressive(one, 1000, {fine.begin() + n * size, fine.begin() + (n + 1) * size});
+        EXPECT_TRUE(std::equal(alone.among.pages.begin(), alone.among.pages.end(),
+                               batch.among.pages.begin() + n * 4 * 126));
         EXPECT_TRUE(std::equal(alone.among.log_norm.begin(), alone.among.log_norm.end(),
                                batch.among.log_norm.begin() + n * 16));
         EXPECT_TRUE(std::equal(alone.among.threshold.begin(), alone.among.threshold.end(),
@@ -274,8 +287,8 @@ TEST_F(SelectListsParityTest, ARowsBitsDoNotDependOnTheBatch) {
   }
 }
 
-// Records of 8 KV heads, each of many pages unlike the others: some hundred built ones in turn, their centroids' scales
-// raised bit by bit.
+// Records of 8 KV heads, each of many pages unlike the others: some hundred built ones in turn,
+// their centroids' scales raised bit by bit.
 class Records {
  public:
   static constexpr int kHeads = 8, kGroup = 4, kPages = 8192, kDim = 128, kTokens = 16, kRank = 8;
@@ -292,10 +305,22 @@ class Records {
     query_.Upload(kvd::testing::RandomKv(kHeads * kGroup * kDim, KvDtype::kBf16, 1.5f, seed));
   }
   ScoreArgs Args(float* lse) const {
-    return {.num_sequences = 1, .num_kv_heads = kHeads, .group = kGroup, .head_dim = kDim, .page_tokens = kTokens,
-            .rank = kRank, .dtype = KvDtype::kBf16, .softmax_scale = .0884f, .logit_softcap = 0, .query = query_.data(),
-            .coarse = coarse_at_.data(), .fine = fine_at_.data(), .page_capacity = capacity_.data(),
-            .num_pages = num_pages_.data(), .lse_stride = kPages, .lse = lse};
+    return {.num_sequences = 1,
+            .num_kv_heads = kHeads,
+            .group = kGroup,
+            .head_dim = kDim,
+            .page_tokens = kTokens,
+            .rank = kRank,
+            .dtype = KvDtype::kBf16,
+            .softmax_scale = .0884f,
+            .logit_softcap = 0,
+            .query = query_.data(),
+            .coarse = coarse_at_.data(),
+            .fine = fine_at_.data(),
+            .page_capacity = capacity_.data(),
+            .num_pages = num_pages_.data(),
+            .lse_stride = kPages,
+            .lse = lse};
   }
 
  private:
@@ -309,17 +334,20 @@ class Records {
       std::vector<uint8_t> built;
       for (int i = 0; i < kBuilt; ++i) {
         const auto seed = static_cast<uint64_t>(head * kBuilt + i);
-        const std::vector<uint16_t> keys = kvd::testing::RandomKv(kTokens * kDim, KvDtype::kBf16, 1.5f, seed);
-        std::vector<uint8_t> unit(MakeUnitLayout(kDim, kTokens).bytes), parts[2] = {
-            std::vector<uint8_t>(kLayout.coarse_bytes), std::vector<uint8_t>(kLayout.fine_bytes)};
+        const std::vector<uint16_t> keys =
+            kvd::testing::RandomKv(kTokens * kDim, KvDtype::kBf16, 1.5f, seed);
+        std::vector<uint8_t> unit(MakeUnitLayout(kDim, kTokens).bytes),
+            parts[2] = {std::vector<uint8_t>(kLayout.coarse_bytes),
+                        std::vector<uint8_t>(kLayout.fine_bytes)};
         std::memcpy(unit.data(), keys.data(), keys.size() * 2);
-        ref::Summarize({kDim, kTokens, kRank, KvDtype::kBf16, false, Encoder::kE1, unit.data(), nullptr, parts[0].data(),
-                        parts[1].data()});
+        ref::Summarize({kDim, kTokens, kRank, KvDtype::kBf16, false, Encoder::kE1, unit.data(),
+                        nullptr, parts[0].data(), parts[1].data()});
         const auto& part = parts[coarse ? 0 : 1];
         built.insert(built.end(), part.begin(), part.end());
       }
       for (int page = 0; page < kPages; ++page) {
-        const auto from = built.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(page % kBuilt) * record_bytes);
+        const auto from = built.begin() + static_cast<std::ptrdiff_t>(
+                                              static_cast<size_t>(page % kBuilt) * record_bytes);
         all.insert(all.end(), from, from + static_cast<std::ptrdiff_t>(record_bytes));
         if (!coarse) continue;
         uint8_t* at = all.data() + all.size() - record_bytes + kLayout.coarse[kCentroidScale];
@@ -351,8 +379,10 @@ TEST_F(SelectListsParityTest, ACapturedChainWithTheRealRefineFollowsItsQueries) 
   const auto rows = static_cast<size_t>(p.heads);
   const size_t values = rows * static_cast<size_t>(p.group * p.stride);
   const auto max = static_cast<size_t>(kChosen + p.n_sink + p.n_win);
-  DeviceArray<float> lse(values), want_coarse(values), want_full(values), threshold(rows), log_norm(rows * 4);
-  DeviceArray<int32_t> num_pages(p.num_pages), lists(rows * max), counts(rows), pages(rows * kSelect), num_selected(rows);
+  DeviceArray<float> lse(values), want_coarse(values), want_full(values), threshold(rows),
+      log_norm(rows * 4);
+  DeviceArray<int32_t> num_pages(p.num_pages), lists(rows * max), counts(rows),
+      pages(rows * kSelect), num_selected(rows);
   DeviceArray<uint8_t> scratch(SelectGpuScratchBytes(p.heads, p.group, p.stride));
   scratch.Poison(0);
   SelectArgs first = ArgsOf(p);
@@ -371,8 +401,10 @@ TEST_F(SelectListsParityTest, ACapturedChainWithTheRealRefineFollowsItsQueries) 
   second.threshold = threshold.data();
   const Graph chain([&](cudaStream_t stream) {
     KVD_CUDA_OK(LaunchScoreCoarse(records.Args(lse.data()), stream));
-    KVD_CUDA_OK(LaunchSelectCandidates(first, {static_cast<int>(max), lists.data(), counts.data()}, stream));
-    KVD_CUDA_OK(LaunchScoreRefine({records.Args(lse.data()), static_cast<int>(max), lists.data(), counts.data()}, stream));
+    KVD_CUDA_OK(LaunchSelectCandidates(first, {static_cast<int>(max), lists.data(), counts.data()},
+                                       stream));
+    KVD_CUDA_OK(LaunchScoreRefine(
+        {records.Args(lse.data()), static_cast<int>(max), lists.data(), counts.data()}, stream));
     KVD_CUDA_OK(LaunchSelectAmong(second, stream));
   });
   std::vector<int32_t> last;
@@ -393,13 +425,15 @@ TEST_F(SelectListsParityTest, ACapturedChainWithTheRealRefineFollowsItsQueries) 
       got.refined.candidates.emplace_back(list, list + num[row]);
       for (size_t g = 0; g < 4; ++g)
         for (const int32_t page : got.refined.candidates.back()) {
-          const size_t at = (row * 4 + g) * static_cast<size_t>(p.stride) + static_cast<size_t>(page);
+          const size_t at =
+              (row * 4 + g) * static_cast<size_t>(p.stride) + static_cast<size_t>(page);
           got.refined.lse[at] = full[at];
         }
     }
     EXPECT_EQ(CountWrongLists(p, kChosen, got), 0) << seed;
     EXPECT_EQ(lse.Download(), got.refined.lse) << seed;
-    got.among = {pages.Download(), num_selected.Download(), threshold.Download(), log_norm.Download(), 0};
+    got.among = {pages.Download(), num_selected.Download(), threshold.Download(),
+                 log_norm.Download(), 0};
     EXPECT_EQ(CountWrong(got.refined, got.among, Ref(got.refined)), 0) << seed;
     EXPECT_NE(got.among.pages, last);
     last = got.among.pages;
@@ -413,9 +447,11 @@ TEST_F(SelectListsParityTest, BadArgumentsAreRefused) {
   SelectArgs args = ArgsOf(p);
   args.scratch = reinterpret_cast<void*>(uintptr_t{128});
   int32_t list = 0;
-  EXPECT_EQ(LaunchSelectCandidates(args, {args.num_select + args.n_sink + args.n_win - 1, &list, &list}, nullptr),
+  EXPECT_EQ(LaunchSelectCandidates(
+                args, {args.num_select + args.n_sink + args.n_win - 1, &list, &list}, nullptr),
             cudaErrorInvalidValue);
-  EXPECT_EQ(LaunchSelectCandidates(args, {1 << 20, nullptr, &list}, nullptr), cudaErrorInvalidValue);
+  EXPECT_EQ(LaunchSelectCandidates(args, {1 << 20, nullptr, &list}, nullptr),
+            cudaErrorInvalidValue);
   EXPECT_EQ(LaunchSelectAmong(args, nullptr), cudaErrorInvalidValue);  // no candidates
   args.max_candidates = 5;
   EXPECT_EQ(LaunchSelectCandidates(args, {1 << 20, &list, &list}, nullptr), cudaErrorInvalidValue);

@@ -32,7 +32,8 @@ inline constexpr double kNearTie = 1e-5;  // nats, plus 2e-6 of the lse's magnit
 class SelectParityTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 
@@ -48,7 +49,9 @@ struct SelectProblem {
 
   size_t Sequences() const { return num_pages.size(); }
   size_t Rows() const { return num_pages.size() * static_cast<size_t>(heads); }
-  const float* Lse(size_t row, int g) const { return lse.data() + (static_cast<int64_t>(row) * group + g) * stride; }
+  const float* Lse(size_t row, int g) const {
+    return lse.data() + (static_cast<int64_t>(row) * group + g) * stride;
+  }
 };
 
 struct SelectResult {
@@ -61,7 +64,8 @@ struct SelectResult {
 // another. What stands after a sequence's pages would win if it were read.
 inline SelectProblem Random(SelectProblem p, float sigma, uint64_t seed) {
   std::mt19937_64 random(seed);
-  if (p.stride == 0) p.stride = (*std::max_element(p.num_pages.begin(), p.num_pages.end()) + 3) / 4 * 4;
+  if (p.stride == 0)
+    p.stride = (*std::max_element(p.num_pages.begin(), p.num_pages.end()) + 3) / 4 * 4;
   p.lse.assign(p.Rows() * static_cast<size_t>(p.group * p.stride), 1e9f);
   for (size_t i = 0; i < p.Rows() * static_cast<size_t>(p.group); ++i) {
     const int num = p.num_pages[i / static_cast<size_t>(p.heads * p.group)];
@@ -92,7 +96,8 @@ inline SelectArgs ArgsOf(const SelectProblem& p) {
   return args;
 }
 
-inline void FlattenCandidates(const SelectProblem& p, std::vector<int32_t>* lists, std::vector<int32_t>* counts) {
+inline void FlattenCandidates(const SelectProblem& p, std::vector<int32_t>* lists,
+                              std::vector<int32_t>* counts) {
   const size_t max = MaxCandidates(p);
   lists->assign(p.Rows() * max, -1);
   for (size_t row = 0; row < p.candidates.size(); ++row) {
@@ -104,8 +109,9 @@ inline void FlattenCandidates(const SelectProblem& p, std::vector<int32_t>* list
 
 inline SelectResult Ref(const SelectProblem& p) {
   const size_t rows = p.Rows();
-  SelectResult r = {std::vector<int32_t>(rows * static_cast<size_t>(p.num_select)), std::vector<int32_t>(rows),
-                    std::vector<float>(rows), std::vector<float>(rows * static_cast<size_t>(p.group)), 0};
+  SelectResult r = {std::vector<int32_t>(rows * static_cast<size_t>(p.num_select)),
+                    std::vector<int32_t>(rows), std::vector<float>(rows),
+                    std::vector<float>(rows * static_cast<size_t>(p.group)), 0};
   std::vector<const uint64_t*> bits;
   for (const auto& words : p.selectable) bits.push_back(words.empty() ? nullptr : words.data());
   std::vector<int32_t> lists, counts;
@@ -122,7 +128,8 @@ inline SelectResult Ref(const SelectProblem& p) {
   args.threshold = r.threshold.data();
   args.log_norm = r.log_norm.data();
   args.num_faults = &r.num_faults;
-  args.scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+  args.scratch =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
   ref::Select(args);
   return r;
 }
@@ -166,7 +173,8 @@ class OnDevice {
     args_.num_faults = num_faults_.data();
     args_.scratch = scratch_.data();
     scratch_.Poison(0);  // once, as select.h asks
-    graph_ = std::make_unique<Graph>([&](cudaStream_t stream) { KVD_CUDA_OK(LaunchSelect(args_, stream)); });
+    graph_ = std::make_unique<Graph>(
+        [&](cudaStream_t stream) { KVD_CUDA_OK(LaunchSelect(args_, stream)); });
   }
 
   SelectResult Run() {
@@ -177,8 +185,8 @@ class OnDevice {
     num_faults_.Poison(0);
     KVD_CUDA_OK(cudaDeviceSynchronize());
     graph_->Replay();
-    return {pages_.Download(), num_selected_.Download(), threshold_.Download(), log_norm_.Download(),
-            num_faults_.Download()[0]};
+    return {pages_.Download(), num_selected_.Download(), threshold_.Download(),
+            log_norm_.Download(), num_faults_.Download()[0]};
   }
   void SetNumPages(const std::vector<int32_t>& num_pages) { num_pages_.Upload(num_pages); }
   void SetLse(const std::vector<float>& lse) { lse_.Upload(lse); }
@@ -203,8 +211,10 @@ inline SelectResult Gpu(const SelectProblem& p) { return OnDevice(p).Run(); }
 inline double Score(const SelectProblem& p, const SelectResult& want, size_t row, int page) {
   double score = -HUGE_VAL;
   for (int g = 0; g < p.group; ++g) {
-    const float x = p.Lse(row, g)[page], z = want.log_norm[row * static_cast<size_t>(p.group) + static_cast<size_t>(g)];
-    if (!std::isnan(x) && z != -kInfinity) score = kvd::testing::LogAddExp(score, double{x} - double{z});
+    const float x = p.Lse(row, g)[page],
+                z = want.log_norm[row * static_cast<size_t>(p.group) + static_cast<size_t>(g)];
+    if (!std::isnan(x) && z != -kInfinity)
+      score = kvd::testing::LogAddExp(score, double{x} - double{z});
   }
   return score - std::log(p.group);
 }
@@ -222,27 +232,30 @@ inline int CountWrong(const SelectProblem& p, const SelectResult& got, const Sel
     for (size_t g = 0; g < group; ++g)
       if (std::isfinite(want.log_norm[row * group + g]))
         magnitude = std::max(magnitude, std::abs(double{want.log_norm[row * group + g]}));
-    bool bad =
-        got.num_selected[row] != want.num_selected[row] || !IsNear(got.threshold[row], want.threshold[row], magnitude);
+    bool bad = got.num_selected[row] != want.num_selected[row] ||
+               !IsNear(got.threshold[row], want.threshold[row], magnitude);
     for (size_t g = 0; g < group; ++g)
       bad |= !IsNear(got.log_norm[row * group + g], want.log_norm[row * group + g], magnitude);
     const int32_t *a = got.pages.data() + row * k, *b = want.pages.data() + row * k;
-    const auto num = static_cast<std::ptrdiff_t>(std::clamp<int64_t>(got.num_selected[row], 0, p.num_select));
+    const auto num =
+        static_cast<std::ptrdiff_t>(std::clamp<int64_t>(got.num_selected[row], 0, p.num_select));
     bad |= !std::is_sorted(a, a + num, std::less_equal<>()) ||
            !std::all_of(a + num, a + k, [](int32_t x) { return x == -1; });
     std::vector<int32_t> differ;
     if (!bad) std::set_symmetric_difference(a, a + num, b, b + num, std::back_inserter(differ));
     for (const int32_t page : differ) {
-      bad |= p.rule == CombineRule::kPeak || page < 0 || page >= p.num_pages[row / static_cast<size_t>(p.heads)] ||
-             !(std::abs(Score(p, want, row, page) - double{want.threshold[row]}) <= kNearTie + 2e-6 * magnitude);
+      bad |= p.rule == CombineRule::kPeak || page < 0 ||
+             page >= p.num_pages[row / static_cast<size_t>(p.heads)] ||
+             !(std::abs(Score(p, want, row, page) - double{want.threshold[row]}) <=
+               kNearTie + 2e-6 * magnitude);
     }
     if (bad && ++wrong <= 3)
       std::printf(
           "row %zu of %zu: num %d want %d, threshold %.9g want %.9g, Z %.9g want %.9g, %zu pages "
           "differ\n",
           row, p.Rows(), got.num_selected[row], want.num_selected[row], double{got.threshold[row]},
-          double{want.threshold[row]}, double{got.log_norm[row * group]}, double{want.log_norm[row * group]},
-          differ.size());
+          double{want.threshold[row]}, double{got.log_norm[row * group]},
+          double{want.log_norm[row * group]}, differ.size());
   }
   return wrong;
 }

@@ -1,5 +1,7 @@
 // Goal: select on the GPU chooses what the reference chooses. Method: select_parity.h.
 
+#include "tests/kernels/select_parity.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,7 +11,6 @@
 #include <vector>
 
 #include "kernels/select.h"
-#include "tests/kernels/select_parity.h"
 
 namespace kvd {
 namespace {
@@ -26,7 +27,8 @@ TEST_F(SelectParityTest, ChoosesWhatTheReferenceChooses) {
         p.stride = (pages + 3) / 4 * 4 + group % 3 * 4;
         p.num_select = pages == 5000 ? 126 : 7;
         const SelectProblem problem = Random(p, 2.0f, static_cast<uint64_t>(pages * 31 + group));
-        EXPECT_EQ(CountWrong(problem, Gpu(problem), Ref(problem)), 0) << "group " << group << ", pages " << pages;
+        EXPECT_EQ(CountWrong(problem, Gpu(problem), Ref(problem)), 0)
+            << "group " << group << ", pages " << pages;
       }
     }
   }
@@ -39,12 +41,17 @@ struct LongCase {
 };
 
 TEST_F(SelectParityTest, LongRowsAreRight) {
-  for (const LongCase& c : {LongCase{8, 4, 65536, 126, 65536, 2.0f}, LongCase{2, 4, 70000, 126, 70004, 2.0f},
-                            LongCase{32, 4, 65536, 126, 65536, 1.5f}, LongCase{3, 4, 65536, 4096, 65536, 1.0f},
-                            {70, 4, 16384, 126, 16384, 2.0f}, {60, 4, 8190, 126, 8196, 2.0f},
+  for (const LongCase& c : {LongCase{8, 4, 65536, 126, 65536, 2.0f},
+                            LongCase{2, 4, 70000, 126, 70004, 2.0f},
+                            LongCase{32, 4, 65536, 126, 65536, 1.5f},
+                            LongCase{3, 4, 65536, 4096, 65536, 1.0f},
+                            {70, 4, 16384, 126, 16384, 2.0f},
+                            {60, 4, 8190, 126, 8196, 2.0f},
                             LongCase{140, 8, 1024, 30, 1024, 2.0f},
-                            LongCase{1, 16, 40000, 64, 40960, 2.0f}, LongCase{2, 2, 300000, 512, 300000, 2.0f},
-                            LongCase{1, 1, 1 << 20, 2000, 1 << 20, 2.0f}, LongCase{1, 2, 900000, 126, 1 << 20, .01f},
+                            LongCase{1, 16, 40000, 64, 40960, 2.0f},
+                            LongCase{2, 2, 300000, 512, 300000, 2.0f},
+                            LongCase{1, 1, 1 << 20, 2000, 1 << 20, 2.0f},
+                            LongCase{1, 2, 900000, 126, 1 << 20, .01f},
                             LongCase{1, 4, 65536, 70000, 65536, 2.0f}}) {
     SelectProblem p;
     p.heads = c.heads;
@@ -53,7 +60,8 @@ TEST_F(SelectParityTest, LongRowsAreRight) {
     p.stride = c.stride;
     p.num_select = c.num_select;
     const SelectProblem problem = Random(p, c.sigma, static_cast<uint64_t>(c.pages + c.heads));
-    EXPECT_EQ(CountWrong(problem, Gpu(problem), Ref(problem)), 0) << c.heads << " x " << c.group << " x " << c.pages;
+    EXPECT_EQ(CountWrong(problem, Gpu(problem), Ref(problem)), 0)
+        << c.heads << " x " << c.group << " x " << c.pages;
   }
 }
 
@@ -66,7 +74,8 @@ TEST_F(SelectParityTest, WrongAnswersAreRejected) {
   const SelectResult want = Ref(p), got = Gpu(p);
   ASSERT_EQ(CountWrong(p, got, want), 0);
   SelectResult wrong = got;
-  for (int32_t page = 1; page < 3000; ++page) {  // a page that was not chosen in place of the last that was
+  for (int32_t page = 1; page < 3000;
+       ++page) {  // a page that was not chosen in place of the last that was
     if (std::find(got.pages.begin(), got.pages.begin() + 20, page) == got.pages.begin() + 20) {
       wrong.pages[19] = page;
       break;
@@ -104,14 +113,16 @@ TEST_F(SelectParityTest, TiesGoToTheLowestPage) {
       std::mt19937_64 random(static_cast<uint64_t>(values));
       for (size_t row = 0; row < p.Rows(); ++row) {
         for (int page = 0; page < pages; ++page) {
-          const auto x = static_cast<float>(static_cast<int>(random() % static_cast<uint64_t>(values)) -
-                                            2 * static_cast<int>(row));
+          const auto x =
+              static_cast<float>(static_cast<int>(random() % static_cast<uint64_t>(values)) -
+                                 2 * static_cast<int>(row));
           for (size_t g = 0; g < 2; ++g)
             p.lse[(row * 2 + g) * static_cast<size_t>(p.stride) + static_cast<size_t>(page)] = x;
         }
       }
       const SelectResult got = Gpu(p), want = Ref(p);
-      EXPECT_EQ(got.pages, want.pages) << values << " values, " << pages << " pages, K " << num_select;
+      EXPECT_EQ(got.pages, want.pages)
+          << values << " values, " << pages << " pages, K " << num_select;
       EXPECT_EQ(CountWrong(p, got, want), 0);
     }
   }
@@ -147,7 +158,8 @@ TEST_F(SelectParityTest, NaNAndHeadsWithoutMassAreHandled) {
       return p.lse[(row * 3 + g) * static_cast<size_t>(stride) + page];
     };
     std::mt19937_64 random(1);
-    for (int i = 0; i < 300; ++i) at(0, random() % 3, random() % static_cast<size_t>(pages)) = std::nanf("");
+    for (int i = 0; i < 300; ++i)
+      at(0, random() % 3, random() % static_cast<size_t>(pages)) = std::nanf("");
     for (size_t page = 0; page < static_cast<size_t>(pages); ++page) {
       at(1, 1, page) = -kInfinity;                                    // a head without mass
       for (size_t g = 0; g < 3; ++g) at(2, g, page) = -kInfinity;     // a row without mass
@@ -178,8 +190,9 @@ TEST_F(SelectParityTest, SelectableBitsAndCandidatesRestrictTheChoice) {
       p.selectable.emplace_back(static_cast<size_t>(pages + 63) / 64);
       for (uint64_t& word : p.selectable.back()) word = random() & random();
     }
-    p.selectable[1].clear();                                                 // a null pointer: all
-    std::fill(p.selectable[2].begin(), p.selectable[2].end(), uint64_t{0});  // nothing may be chosen
+    p.selectable[1].clear();  // a null pointer: all
+    std::fill(p.selectable[2].begin(), p.selectable[2].end(),
+              uint64_t{0});  // nothing may be chosen
     const SelectResult bits = Gpu(p), want_bits = Ref(p);
     EXPECT_EQ(CountWrong(p, bits, want_bits), 0);
     EXPECT_EQ(bits.num_selected[4], 0);
@@ -225,14 +238,15 @@ TEST_F(SelectParityTest, ARowsBitsDoNotDependOnTheBatch) {
   EXPECT_EQ(all.pages, again.pages);
   EXPECT_EQ(all.log_norm, again.log_norm);
   EXPECT_EQ(all.threshold, again.threshold);
-  for (const size_t sequence : {size_t{0}, size_t{3}, size_t{11}}) {  // alone: more CTAs a row, longer stride
+  for (const size_t sequence :
+       {size_t{0}, size_t{3}, size_t{11}}) {  // alone: more CTAs a row, longer stride
     SelectProblem one = p;
     one.num_pages = {p.num_pages[sequence]};
     one.stride = 20000;
     one.lse.assign(static_cast<size_t>(16 * one.stride), 1e9f);
     for (size_t i = 0; i < 16; ++i)
-      std::copy_n(p.lse.begin() + static_cast<std::ptrdiff_t>((sequence * 16 + i) * 9000), one.num_pages[0],
-                  one.lse.begin() + static_cast<std::ptrdiff_t>(i) * 20000);
+      std::copy_n(p.lse.begin() + static_cast<std::ptrdiff_t>((sequence * 16 + i) * 9000),
+                  one.num_pages[0], one.lse.begin() + static_cast<std::ptrdiff_t>(i) * 20000);
     const SelectResult alone = Gpu(one);
     EXPECT_TRUE(std::equal(alone.pages.begin(), alone.pages.end(),
                            all.pages.begin() + static_cast<std::ptrdiff_t>(sequence * 4 * 126)));
@@ -255,10 +269,21 @@ SelectProblem Spread(const SelectProblem& p, int64_t stride) {
 }
 
 TEST_F(SelectParityTest, ARowsBitsDoNotDependOnTheStride) {
-  for (const auto& [group, pages, num_select] :
-       {std::tuple(1, 8192, 126), {1, 3, 2}, {2, 8190, 4096}, {3, 4097, 126}, {4, 8192, 126}, {4, 8191, 9000},
-        {4, 4096, 2000}, {4, 1023, 126}, {4, 130, 7}, {5, 6001, 126}, {8, 4096, 126}, {8, 3000, 1}, {9, 500, 126},
-        {16, 2048, 126}, {16, 2045, 1000}}) {
+  for (const auto& [group, pages, num_select] : {std::tuple(1, 8192, 126),
+                                                 {1, 3, 2},
+                                                 {2, 8190, 4096},
+                                                 {3, 4097, 126},
+                                                 {4, 8192, 126},
+                                                 {4, 8191, 9000},
+                                                 {4, 4096, 2000},
+                                                 {4, 1023, 126},
+                                                 {4, 130, 7},
+                                                 {5, 6001, 126},
+                                                 {8, 4096, 126},
+                                                 {8, 3000, 1},
+                                                 {9, 500, 126},
+                                                 {16, 2048, 126},
+                                                 {16, 2045, 1000}}) {
     for (const CombineRule rule : {CombineRule::kShare, CombineRule::kPeak}) {
       SelectProblem p;
       p.rule = rule;
@@ -274,7 +299,8 @@ TEST_F(SelectParityTest, ARowsBitsDoNotDependOnTheStride) {
       for (const bool listed : {false, true}) {
         for (size_t row = 0; listed && row < p.Rows(); ++row) {
           p.candidates.emplace_back();
-          for (int32_t page = 0; page < p.num_pages[row / 2]; page += 1 + static_cast<int32_t>(random() % 5))
+          for (int32_t page = 0; page < p.num_pages[row / 2];
+               page += 1 + static_cast<int32_t>(random() % 5))
             p.candidates.back().push_back(page);
         }
         const SelectProblem far = Spread(p, 70000);
@@ -313,8 +339,8 @@ TEST_F(SelectParityTest, AGraphFollowsAGrowingNumberOfPages) {
   }
 }
 
-// What the CTAs of a row told each other in one launch must be gone in the next but one. Odd rounds have few different
-// values: the bin of the K-th is then cut again and again.
+// What the CTAs of a row told each other in one launch must be gone in the next but one. Odd rounds
+// have few different values: the bin of the K-th is then cut again and again.
 TEST_F(SelectParityTest, ReplaysOverManyPagesLeaveNothingBehind) {
   SelectProblem p;
   p.heads = 2;
@@ -361,7 +387,8 @@ TEST_F(SelectParityTest, BadArgumentsAreRefused) {
   EXPECT_TRUE(refused([](SelectArgs* a) { a->n_win = -1; }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->lse_stride = kMaxPages + 1; }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->lse_stride = 10; }));
-  EXPECT_TRUE(refused([](SelectArgs* a) { a->lse = reinterpret_cast<const float*>(uintptr_t{4}); }));
+  EXPECT_TRUE(
+      refused([](SelectArgs* a) { a->lse = reinterpret_cast<const float*>(uintptr_t{4}); }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->scratch = nullptr; }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->scratch = reinterpret_cast<void*>(uintptr_t{64}); }));
   EXPECT_TRUE(refused([](SelectArgs* a) { a->num_kv_heads = 65536; }));

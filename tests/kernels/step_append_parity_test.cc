@@ -1,5 +1,6 @@
-// Goal: a step begins as it says, and its token is in the tail unit before attend reads that. Method: appended bytes compared
-// with the reference's, and attention over nothing but the token; padding rows among them.
+// Goal: a step begins as it says, and its token is in the tail unit before attend reads that.
+// Method: appended bytes compared with the reference's, and attention over nothing but the token;
+// padding rows among them.
 
 #include <gtest/gtest.h>
 
@@ -49,10 +50,16 @@ TEST(BeginStepTest, BeginRaisesTheStepNotesLostArenasAndClearsTheFigures) {
 
 // What LaunchFetchPages needs where nothing is selected: attend then reads the ring alone.
 struct NothingSelected {
-  NothingSelected(const StepShape& step_shape, const std::vector<StepRow>& step_rows, const std::vector<uint16_t>& key,
-                  const std::vector<uint16_t>& value)
-      : shape(step_shape), rows(step_rows), k(key), v(value), counts(lists()), units(lists() * kMaxUnits),
-        num_units(lists()), figures(step_rows.size()) {
+  NothingSelected(const StepShape& step_shape, const std::vector<StepRow>& step_rows,
+                  const std::vector<uint16_t>& key, const std::vector<uint16_t>& value)
+      : shape(step_shape),
+        rows(step_rows),
+        k(key),
+        v(value),
+        counts(lists()),
+        units(lists() * kMaxUnits),
+        num_units(lists()),
+        figures(step_rows.size()) {
     counts.Poison(0);
     figures.Poison(0);
   }
@@ -65,8 +72,8 @@ struct NothingSelected {
             .v = v.data(),
             .arenas = nullptr,
             .arena_lost = nullptr,
-            .resolve = {static_cast<int>(lists()), 1, 1, nullptr, nullptr, counts.data(), nullptr, nullptr, nullptr,
-                        counts.data()},
+            .resolve = {static_cast<int>(lists()), 1, 1, nullptr, nullptr, counts.data(), nullptr,
+                        nullptr, nullptr, counts.data()},
             .fetch = fetch,
             .max_units = kMaxUnits,
             .units = units.data(),
@@ -87,18 +94,28 @@ struct NothingSelected {
 class StepAppendTest : public ::testing::TestWithParam<std::tuple<int, int>> {  // D, B
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 INSTANTIATE_TEST_SUITE_P(Geometries, StepAppendTest,
-                         ::testing::Combine(::testing::Values(64, 96, 128, 256), ::testing::Values(16, 32)));
+                         ::testing::Combine(::testing::Values(64, 96, 128, 256),
+                                            ::testing::Values(16, 32)));
 
 TEST_P(StepAppendTest, TheListAppendsAsTheReferenceAndLeavesPaddingAlone) {
   const auto [dim, tokens] = GetParam();
   constexpr int kLayer = 1;
-  const StepShape shape = {.num_rows = kRows, .num_layers = kLayers, .num_kv_heads = kHeads, .shard_heads = kHeads,
-                           .group = 4, .head_dim = dim, .page_tokens = tokens, .cache_slots = 1, .num_arenas = 0};
-  const size_t unit_bytes = MakeUnitLayout(dim, tokens).bytes, ring_bytes = kRing * kLayers * kHeads * unit_bytes;
+  const StepShape shape = {.num_rows = kRows,
+                           .num_layers = kLayers,
+                           .num_kv_heads = kHeads,
+                           .shard_heads = kHeads,
+                           .group = 4,
+                           .head_dim = dim,
+                           .page_tokens = tokens,
+                           .cache_slots = 1,
+                           .num_arenas = 0};
+  const size_t unit_bytes = MakeUnitLayout(dim, tokens).bytes,
+               ring_bytes = kRing * kLayers * kHeads * unit_bytes;
   const std::vector<uint8_t> before(kRows * ring_bytes, 0x5A);
   DeviceArray<uint8_t> ring(before);
   const auto k = RandomKv(int64_t{kRows} * kHeads * dim, KvDtype::kBf16, 2.0f, 2),
@@ -135,13 +152,20 @@ TEST_P(StepAppendTest, TheListAppendsAsTheReferenceAndLeavesPaddingAlone) {
   EXPECT_EQ(LaunchFetchPages(args, nullptr), cudaErrorInvalidValue);
 }
 
-// Over its first token a sequence attends nothing but that token: o is its value, whatever the query. More rows than the
-// list has CTAs, one step after the other in one graph.
+// Over its first token a sequence attends nothing but that token: o is its value, whatever the
+// query. More rows than the list has CTAs, one step after the other in one graph.
 TEST(AppendBeforeAttendTest, AttendReadsTheTokenThatTheListAppendedJustBefore) {
   if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
   constexpr int kDim = 128, kTokens = 16, kMany = 100, kGroup = 4;
-  const StepShape shape = {.num_rows = kMany, .num_layers = kLayers, .num_kv_heads = kHeads, .shard_heads = kHeads,
-                           .group = kGroup, .head_dim = kDim, .page_tokens = kTokens, .cache_slots = 1, .num_arenas = 0};
+  const StepShape shape = {.num_rows = kMany,
+                           .num_layers = kLayers,
+                           .num_kv_heads = kHeads,
+                           .shard_heads = kHeads,
+                           .group = kGroup,
+                           .head_dim = kDim,
+                           .page_tokens = kTokens,
+                           .cache_slots = 1,
+                           .num_arenas = 0};
   const size_t ring_bytes = kLayers * kHeads * MakeUnitLayout(kDim, kTokens).bytes;
   DeviceArray<uint8_t> ring(kMany * ring_bytes);
   ring.Poison(0);
@@ -151,14 +175,24 @@ TEST(AppendBeforeAttendTest, AttendReadsTheTokenThatTheListAppendedJustBefore) {
     rows[n].ring = ring.data() + n * ring_bytes;
   }
   const int64_t size = int64_t{kMany} * kHeads * kDim;
-  const auto query = RandomKv(size * kGroup, KvDtype::kBf16, 1.0f, 1), key = RandomKv(size, KvDtype::kBf16, 1.0f, 2);
+  const auto query = RandomKv(size * kGroup, KvDtype::kBf16, 1.0f, 1),
+             key = RandomKv(size, KvDtype::kBf16, 1.0f, 2);
   NothingSelected step(shape, rows, key, key);
   const DeviceArray<uint16_t> d_query(query);
   DeviceArray<float> o(query.size()), lse(query.size() / kDim);
-  const AttendArgs attend = {.num_sequences = kMany, .num_kv_heads = kHeads, .group = kGroup, .head_dim = kDim,
-                             .page_tokens = kTokens, .dtype = KvDtype::kBf16, .softmax_scale = .088f, .logit_softcap = 0,
-                             .query = d_query.data(), .max_units = NothingSelected::kMaxUnits,
-                             .units = step.units.data(), .num_units = step.num_units.data(), .o = o.data(),
+  const AttendArgs attend = {.num_sequences = kMany,
+                             .num_kv_heads = kHeads,
+                             .group = kGroup,
+                             .head_dim = kDim,
+                             .page_tokens = kTokens,
+                             .dtype = KvDtype::kBf16,
+                             .softmax_scale = .088f,
+                             .logit_softcap = 0,
+                             .query = d_query.data(),
+                             .max_units = NothingSelected::kMaxUnits,
+                             .units = step.units.data(),
+                             .num_units = step.num_units.data(),
+                             .o = o.data(),
                              .lse = lse.data()};
   const Graph graph([&](cudaStream_t stream) {
     for (int layer = 0; layer < kLayers; ++layer) {

@@ -1,6 +1,7 @@
-// Goal: LaunchFetchAndAttend does what LaunchResolve, LaunchFetchPages and LaunchAttend do one after the other. Method: both
-// over copies of the same random tables, several steps in a row, so that hits, misses, evictions, pages that are gone and lost
-// daemons all come; every table, every byte of the page caches and every bit of the attention compared.
+// Goal: LaunchFetchAndAttend does what LaunchResolve, LaunchFetchPages and LaunchAttend do one
+// after the other. Method: both over copies of the same random tables, several steps in a row, so
+// that hits, misses, evictions, pages that are gone and lost daemons all come; every table, every
+// byte of the page caches and every bit of the attention compared.
 
 #include <gtest/gtest.h>
 
@@ -20,15 +21,24 @@ namespace {
 using kvd::testing::DeviceArray;
 using kvd::testing::Graph;
 
-constexpr int kPages = 96, kLayers = 2, kLayer = 1, kSinks = 2, kRing = 4, kArenaSlots = 64, kGroup = 4;
+constexpr int kPages = 96, kLayers = 2, kLayer = 1, kSinks = 2, kRing = 4, kArenaSlots = 64,
+              kGroup = 4;
 
 // One side's tables: sequence 1 is padding.
 class Side {
  public:
-  Side(int rows, int heads, int selected, int cache_slots, int head_dim, int page_tokens, const DeviceArray<uint8_t>& arena,
-       const DeviceArray<uint64_t>& headers, const std::vector<PagePlace>& places)
-      : shape_{.num_rows = rows, .num_layers = kLayers, .num_kv_heads = heads, .shard_heads = heads, .group = kGroup,
-               .head_dim = head_dim, .page_tokens = page_tokens, .cache_slots = cache_slots, .num_arenas = 2},
+  Side(int rows, int heads, int selected, int cache_slots, int head_dim, int page_tokens,
+       const DeviceArray<uint8_t>& arena, const DeviceArray<uint64_t>& headers,
+       const std::vector<PagePlace>& places)
+      : shape_{.num_rows = rows,
+               .num_layers = kLayers,
+               .num_kv_heads = heads,
+               .shard_heads = heads,
+               .group = kGroup,
+               .head_dim = head_dim,
+               .page_tokens = page_tokens,
+               .cache_slots = cache_slots,
+               .num_arenas = 2},
         lists_(static_cast<size_t>(rows * heads)),
         selected_(selected),
         unit_bytes_(MakeUnitLayout(head_dim, page_tokens).bytes),
@@ -49,14 +59,17 @@ class Side {
         num_units(lists_),
         figures(static_cast<size_t>(rows)),
         tokens(std::vector<uint16_t>(lists_ * static_cast<size_t>(head_dim), 0x3F80)),
-        query(testing::RandomKv(static_cast<int64_t>(lists_) * kGroup * head_dim, KvDtype::kBf16, 2.0f, 4)),
+        query(testing::RandomKv(static_cast<int64_t>(lists_) * kGroup * head_dim, KvDtype::kBf16,
+                                2.0f, 4)),
         o(query.size()),
         lse(query.size() / static_cast<size_t>(head_dim)),
         places_(places),
         slabs_(std::vector<const uint8_t*>{arena.data()}),
         arenas_(std::vector<PeerArena>{
-            {slabs_.data(), reinterpret_cast<const PageHeader*>(headers.data()), nullptr, kArenaSlots, kArenaSlots},
-            {slabs_.data(), reinterpret_cast<const PageHeader*>(headers.data()), nullptr, kArenaSlots, kArenaSlots}}),
+            {slabs_.data(), reinterpret_cast<const PageHeader*>(headers.data()), nullptr,
+             kArenaSlots, kArenaSlots},
+            {slabs_.data(), reinterpret_cast<const PageHeader*>(headers.data()), nullptr,
+             kArenaSlots, kArenaSlots}}),
         lost_(std::vector<uint32_t>{0, 1}),
         rows_(static_cast<size_t>(rows)),
         maps_(lists_) {
@@ -65,7 +78,9 @@ class Side {
     cache.Poison(0);
     units.Poison(0);
     figures.Poison(0);
-    const auto per_row = [&](const auto& array, int n) { return array.size() / static_cast<size_t>(rows) * static_cast<size_t>(n); };
+    const auto per_row = [&](const auto& array, int n) {
+      return array.size() / static_cast<size_t>(rows) * static_cast<size_t>(n);
+    };
     std::vector<StepRow> table(static_cast<size_t>(rows));
     for (int n = 0; n < rows; ++n) {
       if (n == 1) continue;
@@ -84,7 +99,8 @@ class Side {
     std::vector<ResolveRow> maps;
     for (size_t r = 0; r < lists_; ++r) {
       const auto s = static_cast<size_t>(cache_slots);
-      maps.push_back({page_slot.data() + r * kPages, slot_page.data() + r * s, slot_step.data() + r * s, cache_slots});
+      maps.push_back({page_slot.data() + r * kPages, slot_page.data() + r * s,
+                      slot_step.data() + r * s, cache_slots});
     }
     maps_.Upload(maps);
   }
@@ -97,8 +113,9 @@ class Side {
             .v = tokens.data(),
             .arenas = arenas_.data(),
             .arena_lost = lost_.data(),
-            .resolve = {static_cast<int>(lists_), selected_, shape_.cache_slots, maps_.data(), pages.data(), num_pages.data(),
-                        step.data(), slots.data(), miss_idx.data(), num_misses.data()},
+            .resolve = {static_cast<int>(lists_), selected_, shape_.cache_slots, maps_.data(),
+                        pages.data(), num_pages.data(), step.data(), slots.data(), miss_idx.data(),
+                        num_misses.data()},
             .fetch = true,
             .max_units = max_units(),
             .units = units.data(),
@@ -106,10 +123,20 @@ class Side {
             .figures = figures.data()};
   }
   AttendArgs Attention() {
-    return {.num_sequences = shape_.num_rows, .num_kv_heads = shape_.num_kv_heads, .group = kGroup,
-            .head_dim = shape_.head_dim, .page_tokens = shape_.page_tokens, .dtype = KvDtype::kBf16, .softmax_scale = .05f,
-            .logit_softcap = 0, .query = query.data(), .max_units = max_units(), .units = units.data(),
-            .num_units = num_units.data(), .o = o.data(), .lse = lse.data()};
+    return {.num_sequences = shape_.num_rows,
+            .num_kv_heads = shape_.num_kv_heads,
+            .group = kGroup,
+            .head_dim = shape_.head_dim,
+            .page_tokens = shape_.page_tokens,
+            .dtype = KvDtype::kBf16,
+            .softmax_scale = .05f,
+            .logit_softcap = 0,
+            .query = query.data(),
+            .max_units = max_units(),
+            .units = units.data(),
+            .num_units = num_units.data(),
+            .o = o.data(),
+            .lse = lse.data()};
   }
 
  private:
@@ -159,7 +186,8 @@ void ExpectSameTables(const Side& got, const Side& want, uint64_t step) {
 }
 
 void ExpectSameAttention(const Side& got, const Side& want, uint64_t step) {
-  const auto o = got.o.Download(), lse = got.lse.Download(), want_o = want.o.Download(), want_lse = want.lse.Download();
+  const auto o = got.o.Download(), lse = got.lse.Download(), want_o = want.o.Download(),
+             want_lse = want.lse.Download();
   EXPECT_EQ(std::memcmp(o.data(), want_o.data(), o.size() * sizeof(float)), 0) << step;
   EXPECT_EQ(std::memcmp(lse.data(), want_lse.data(), lse.size() * sizeof(float)), 0) << step;
   EXPECT_TRUE(std::isfinite(lse[0])) << step;
@@ -172,26 +200,32 @@ struct Case {
 class StepAttendParityTest : public ::testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 
 TEST_P(StepAttendParityTest, OneLaunchDoesWhatThreeDo) {
   const Case c = GetParam();
   std::mt19937 random(7);
-  const size_t slot_bytes = static_cast<size_t>(kLayers * c.heads) * MakeUnitLayout(c.head_dim, c.page_tokens).bytes;
-  const auto values = testing::RandomKv(static_cast<int64_t>(kArenaSlots * slot_bytes / 2), KvDtype::kBf16, 1.0f, 3);
+  const size_t slot_bytes =
+      static_cast<size_t>(kLayers * c.heads) * MakeUnitLayout(c.head_dim, c.page_tokens).bytes;
+  const auto values = testing::RandomKv(static_cast<int64_t>(kArenaSlots * slot_bytes / 2),
+                                        KvDtype::kBf16, 1.0f, 3);
   std::vector<uint8_t> bytes(kArenaSlots * slot_bytes);
   std::memcpy(bytes.data(), values.data(), bytes.size());
   const DeviceArray<uint8_t> arena(bytes);
   std::vector<uint64_t> headers(kArenaSlots * 8);
-  for (size_t s = 0; s < kArenaSlots; ++s) headers[s * 8] = 2 * s + (s % 7 == 3 ? 4 : 2);  // some were sealed anew
+  for (size_t s = 0; s < kArenaSlots; ++s)
+    headers[s * 8] = 2 * s + (s % 7 == 3 ? 4 : 2);  // some were sealed anew
   const DeviceArray<uint64_t> d_headers(headers);
   std::vector<PagePlace> places;
   for (uint32_t p = 0; p < kPages; ++p)
     places.push_back({2 * uint64_t{p % kArenaSlots} + 2, p % kArenaSlots, p % 11 == 5 ? 1u : 0u});
-  Side apart(c.rows, c.heads, c.selected, c.cache_slots, c.head_dim, c.page_tokens, arena, d_headers, places);
-  Side together(c.rows, c.heads, c.selected, c.cache_slots, c.head_dim, c.page_tokens, arena, d_headers, places);
+  Side apart(c.rows, c.heads, c.selected, c.cache_slots, c.head_dim, c.page_tokens, arena,
+             d_headers, places);
+  Side together(c.rows, c.heads, c.selected, c.cache_slots, c.head_dim, c.page_tokens, arena,
+                d_headers, places);
   uint32_t all_misses = 0, all_failed = 0;
   for (uint64_t step = 1; step <= 6; ++step) {
     std::vector<int32_t> pages, counts;
@@ -228,14 +262,15 @@ TEST_P(StepAttendParityTest, OneLaunchDoesWhatThreeDo) {
 }
 
 std::vector<Case> Cases() {
-  std::vector<Case> cases = {{3, 2, 24, 40, 64, 16}, {2, 8, 40, 90, 128, 16},
-                             {5, 8, 40, 90, 128, 16},    // so many rows that a CTA has two parts
-                             {17, 8, 30, 64, 128, 16},   // four
-                             {3, 2, 60, 48, 128, 16},    // fewer slots than pages
-                             {2, 2, 60, 700, 64, 16},    // more slots than a warp holds
-                             {2, 2, 90, 4000, 64, 16},   // than the areas have room for
-                             {3, 2, 40, 90, 128, 32}};   // units of two pieces
-  if (IsBuiltHeadDim(256)) cases.push_back({2, 1, 4000, 4096, 256, 16});  // more than shared memory has room for
+  std::vector<Case> cases = {{3, 2, 24, 40, 64, 16},   {2, 8, 40, 90, 128, 16},
+                             {5, 8, 40, 90, 128, 16},   // so many rows that a CTA has two parts
+                             {17, 8, 30, 64, 128, 16},  // four
+                             {3, 2, 60, 48, 128, 16},   // fewer slots than pages
+                             {2, 2, 60, 700, 64, 16},   // more slots than a warp holds
+                             {2, 2, 90, 4000, 64, 16},  // than the areas have room for
+                             {3, 2, 40, 90, 128, 32}};  // units of two pieces
+  if (IsBuiltHeadDim(256))
+    cases.push_back({2, 1, 4000, 4096, 256, 16});  // more than shared memory has room for
   return cases;
 }
 INSTANTIATE_TEST_SUITE_P(Sizes, StepAttendParityTest, ::testing::ValuesIn(Cases()),

@@ -1,6 +1,6 @@
 // Goal: the step's own kernels do what their contract says, for every geometry. Method: the same
-// tables on the host and the device; lists, copied and fetched bytes compared exactly with what the test
-// itself laid out; pages that are gone, daemons that are lost and padding rows among them.
+// tables on the host and the device; lists, copied and fetched bytes compared exactly with what the
+// test itself laid out; pages that are gone, daemons that are lost and padding rows among them.
 
 #include <gtest/gtest.h>
 

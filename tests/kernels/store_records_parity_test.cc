@@ -1,8 +1,7 @@
-// Goal: a mirror on the GPU is filled with the bytes that a copy record by record puts there, and only what is proved
-// counts. Method: random summaries of every geometry; the kernel's mirror against one filled by plain loops, damaged,
-// shifted and stale slots among them; and slots that a host thread rewrites meanwhile.
-
-#include "kernels/store_records.h"
+// Goal: a mirror on the GPU is filled with the bytes that a copy record by record puts there, and
+// only what is proved counts. Method: random summaries of every geometry; the kernel's mirror
+// against one filled by plain loops, damaged, shifted and stale slots among them; and slots that a
+// host thread rewrites meanwhile.
 
 #include <gtest/gtest.h>
 
@@ -13,6 +12,7 @@
 #include <thread>
 
 #include "kernels/checksum.h"
+#include "kernels/store_records.h"
 #include "tests/support/gpu.h"
 
 namespace kvd {
@@ -25,7 +25,8 @@ using kvd::testing::Stream;
 class StoreRecordsTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 
@@ -43,10 +44,14 @@ static_assert(sizeof(HeaderBytes) == sizeof(PageHeader));
 // Slots in an arena, and mirrors of both kinds.
 struct Bed {
   Bed(const KvGeometry& geometry, int num_shards_held, int num_pages_in, int64_t capacity_in)
-      : slot(MakeSlotLayout(geometry)), shards(num_shards_held), num_pages(num_pages_in), capacity(capacity_in),
+      : slot(MakeSlotLayout(geometry)),
+        shards(num_shards_held),
+        num_pages(num_pages_in),
+        capacity(capacity_in),
         summaries(static_cast<size_t>(shards * num_pages) * slot.summary_bytes()),
         headers(static_cast<size_t>(shards * num_pages)) {
-    std::mt19937_64 random(static_cast<uint64_t>(geometry.head_dim * 64 + geometry.page_tokens + geometry.rank));
+    std::mt19937_64 random(
+        static_cast<uint64_t>(geometry.head_dim * 64 + geometry.page_tokens + geometry.rank));
     for (size_t i = 0; i < summaries.size(); i += 8) {
       const uint64_t word = random();
       std::memcpy(summaries.data() + i, &word, 8);
@@ -61,11 +66,16 @@ struct Bed {
   }
   uint8_t* summary(size_t i) { return summaries.data() + i * slot.summary_bytes(); }
   // Slot i holds page i / shards of shard i % shards, and is stored in reverse order of pages.
-  int32_t page(size_t i) const { return static_cast<int32_t>(num_pages - 1 - static_cast<int>(i) / shards); }
-  int32_t first_head(size_t i) const { return static_cast<int32_t>(static_cast<int>(i) % shards * slot.shard_heads); }
+  int32_t page(size_t i) const {
+    return static_cast<int32_t>(num_pages - 1 - static_cast<int>(i) / shards);
+  }
+  int32_t first_head(size_t i) const {
+    return static_cast<int32_t>(static_cast<int>(i) % shards * slot.shard_heads);
+  }
 
   // What the mirror must be once the slots with valid[i] != 0 are stored.
-  void Expect(const std::vector<uint8_t>& valid, std::vector<uint8_t>* coarse, std::vector<uint8_t>* fine) {
+  void Expect(const std::vector<uint8_t>& valid, std::vector<uint8_t>* coarse,
+              std::vector<uint8_t>* fine) {
     coarse->assign(mirror_records() * slot.coarse_bytes, kUntouched);
     fine->assign(mirror_records() * slot.fine_bytes, kUntouched);
     for (size_t i = 0; i < headers.size(); ++i) {
@@ -73,10 +83,10 @@ struct Bed {
         for (int h = 0; h < slot.shard_heads; ++h) {
           const auto row = static_cast<size_t>(layer * num_heads() + first_head(i) + h);
           const size_t record = row * static_cast<size_t>(capacity) + static_cast<size_t>(page(i));
-          std::memcpy(coarse->data() + record * slot.coarse_bytes, summary(i) + slot.coarse_offset(layer, h),
-                      slot.coarse_bytes);
-          std::memcpy(fine->data() + record * slot.fine_bytes, summary(i) + slot.fine_offset(layer, h),
-                      slot.fine_bytes);
+          std::memcpy(coarse->data() + record * slot.coarse_bytes,
+                      summary(i) + slot.coarse_offset(layer, h), slot.coarse_bytes);
+          std::memcpy(fine->data() + record * slot.fine_bytes,
+                      summary(i) + slot.fine_offset(layer, h), slot.fine_bytes);
         }
       }
     }
@@ -92,25 +102,31 @@ struct Bed {
 // The bed on the device.
 struct DeviceBed {
   explicit DeviceBed(Bed& bed_in)
-      : bed(bed_in), summaries(bed.summaries), headers(bed.headers), slots(bed.headers.size()),
-        coarse(bed.mirror_records() * bed.slot.coarse_bytes), fine(bed.mirror_records() * bed.slot.fine_bytes),
-        sums(bed.headers.size()), valid(bed.headers.size()) {
+      : bed(bed_in),
+        summaries(bed.summaries),
+        headers(bed.headers),
+        slots(bed.headers.size()),
+        coarse(bed.mirror_records() * bed.slot.coarse_bytes),
+        fine(bed.mirror_records() * bed.slot.fine_bytes),
+        sums(bed.headers.size()),
+        valid(bed.headers.size()) {
     coarse.Poison(kUntouched);
     fine.Poison(kUntouched);
     sums.Poison();
     valid.Poison();
     for (size_t i = 0; i < bed.headers.size(); ++i) {
       list.push_back({summaries.data() + i * bed.slot.summary_bytes(),
-                      reinterpret_cast<const PageHeader*>(headers.data() + i), bed.headers[i].generation, 0, bed.page(i),
-                      bed.first_head(i)});
+                      reinterpret_cast<const PageHeader*>(headers.data() + i),
+                      bed.headers[i].generation, 0, bed.page(i), bed.first_head(i)});
     }
   }
   std::vector<uint8_t> Run(bool compare_only) {
     slots.Upload(list);
     const Graph graph([&](cudaStream_t stream) {
-      KVD_CUDA_OK(LaunchStoreRecords({bed.slot, bed.num_heads(), bed.capacity, static_cast<int64_t>(list.size()),
-                                      slots.data(), coarse.data(), fine.data(), sums.data(), valid.data(), compare_only},
-                                     stream));
+      KVD_CUDA_OK(LaunchStoreRecords(
+          {bed.slot, bed.num_heads(), bed.capacity, static_cast<int64_t>(list.size()), slots.data(),
+           coarse.data(), fine.data(), sums.data(), valid.data(), compare_only},
+          stream));
     });
     graph.Replay();
     return valid.Download();
@@ -149,7 +165,8 @@ TEST_F(StoreRecordsTest, TheMirrorHoldsTheBytesOfACopyRecordByRecord) {
             Bed bed(Geometry(dim, tokens, rank, shards), shards, pages, pages + 3);
             DeviceBed device(bed);
             const std::vector<uint8_t> all(bed.headers.size(), 1);
-            EXPECT_EQ(device.Run(false), all) << dim << " " << tokens << " " << rank << " " << shards;
+            EXPECT_EQ(device.Run(false), all)
+                << dim << " " << tokens << " " << rank << " " << shards;
             std::vector<uint8_t> coarse, fine;
             bed.Expect(all, &coarse, &fine);
             EXPECT_EQ(device.coarse.Download(), coarse);
@@ -177,9 +194,9 @@ TEST_F(StoreRecordsTest, StaleUnsealedAndDamagedSlotsAreNotValid) {
   Bed bed(Geometry(128, 16, 8, 1), 1, 8, 8);
   bed.headers[1].summary_checksum ^= 1;  // records that do not fit their header
   DeviceBed device(bed);
-  device.list[2].generation += 2;        // the page of another time
+  device.list[2].generation += 2;  // the page of another time
   device.list[3].generation -= 2;
-  bed.headers[4].generation |= 1;        // being written, even under its own generation
+  bed.headers[4].generation |= 1;  // being written, even under its own generation
   device.headers.Upload(bed.headers);
   device.list[4].generation = bed.headers[4].generation;
   bed.summary(5)[bed.slot.summary_bytes() - 1] ^= 0x10;  // one bit, in the last record
@@ -211,9 +228,12 @@ TEST_F(StoreRecordsTest, ComparingNoticesOneByteAndAShiftedPageAndChangesNothing
     std::vector<uint8_t> want(bed.headers.size(), 1);
     ASSERT_EQ(device.Run(false), want);
     std::vector<uint8_t> coarse = device.coarse.Download(), fine = device.fine.Download();
-    const auto flip = [&](std::vector<uint8_t>& part, size_t record_bytes, int layer, int head, size_t slot, size_t byte) {
+    const auto flip = [&](std::vector<uint8_t>& part, size_t record_bytes, int layer, int head,
+                          size_t slot, size_t byte) {
       const auto row = static_cast<size_t>(layer * bed.num_heads() + head);
-      part[(row * static_cast<size_t>(bed.capacity) + static_cast<size_t>(bed.page(slot))) * record_bytes + byte] ^= 0x80;
+      part[(row * static_cast<size_t>(bed.capacity) + static_cast<size_t>(bed.page(slot))) *
+               record_bytes +
+           byte] ^= 0x80;
       want[slot] = 0;
     };
     flip(coarse, bed.slot.coarse_bytes, 0, 0, 0, 0);
@@ -254,10 +274,15 @@ TEST_F(StoreRecordsTest, RecordsThatAreRewrittenMeanwhileAreWholeOrNotValid) {
   const size_t bytes = slot.summary_bytes(), words = bytes / 4;
   uint32_t* summaries = nullptr;
   HeaderBytes* headers = nullptr;
-  KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&summaries), kSlots * bytes, cudaHostAllocMapped));
-  KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&headers), kSlots * sizeof(HeaderBytes), cudaHostAllocMapped));
-  // The checksum of a slot of equal words, for each generation that may come; one table serves all slots.
-  const auto word_of = [](uint64_t generation) { return static_cast<uint32_t>(Mix64(generation % 64)); };
+  KVD_CUDA_OK(
+      cudaHostAlloc(reinterpret_cast<void**>(&summaries), kSlots * bytes, cudaHostAllocMapped));
+  KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&headers), kSlots * sizeof(HeaderBytes),
+                            cudaHostAllocMapped));
+  // The checksum of a slot of equal words, for each generation that may come; one table serves all
+  // slots.
+  const auto word_of = [](uint64_t generation) {
+    return static_cast<uint32_t>(Mix64(generation % 64));
+  };
   std::vector<uint64_t> checksums;
   for (uint64_t g = 0; g < 64; ++g) {
     const std::vector<uint32_t> all(words, word_of(g));
@@ -269,16 +294,19 @@ TEST_F(StoreRecordsTest, RecordsThatAreRewrittenMeanwhileAreWholeOrNotValid) {
     std::atomic_ref(header.generation).store(generation + 1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
     for (size_t w = 0; w < words; ++w) {
-      std::atomic_ref(summaries[static_cast<size_t>(s) * words + w]).store(word_of(generation + 2), std::memory_order_relaxed);
+      std::atomic_ref(summaries[static_cast<size_t>(s) * words + w])
+          .store(word_of(generation + 2), std::memory_order_relaxed);
     }
-    std::atomic_ref(header.summary_checksum).store(checksums[(generation + 2) % 64], std::memory_order_relaxed);
+    std::atomic_ref(header.summary_checksum)
+        .store(checksums[(generation + 2) % 64], std::memory_order_relaxed);
     std::atomic_ref(header.generation).store(generation + 2, std::memory_order_release);
   };
   for (int s = 0; s < kSlots; ++s) {
     headers[s].generation = 0;
     reseal(s);
   }
-  DeviceArray<uint8_t> coarse(slot.num_units() * kSlots * slot.coarse_bytes), fine(slot.num_units() * kSlots * slot.fine_bytes);
+  DeviceArray<uint8_t> coarse(slot.num_units() * kSlots * slot.coarse_bytes),
+      fine(slot.num_units() * kSlots * slot.fine_bytes);
   DeviceArray<uint8_t> valid(kSlots);
   DeviceArray<uint64_t> sums(kSlots);
   DeviceArray<SlotRecords> d_slots(kSlots);
@@ -299,11 +327,12 @@ TEST_F(StoreRecordsTest, RecordsThatAreRewrittenMeanwhileAreWholeOrNotValid) {
                       reinterpret_cast<const PageHeader*>(headers + s), generation, 0, s, 0});
     }
     d_slots.Upload(list);
-    KVD_CUDA_OK(LaunchStoreRecords({slot, slot.shard_heads, kSlots, kSlots, d_slots.data(), coarse.data(), fine.data(),
-                                    sums.data(), valid.data(), false},
+    KVD_CUDA_OK(LaunchStoreRecords({slot, slot.shard_heads, kSlots, kSlots, d_slots.data(),
+                                    coarse.data(), fine.data(), sums.data(), valid.data(), false},
                                    stream.get()));
     stream.Wait();
-    const std::vector<uint8_t> got_coarse = coarse.Download(), got_fine = fine.Download(), flags = valid.Download();
+    const std::vector<uint8_t> got_coarse = coarse.Download(), got_fine = fine.Download(),
+                               flags = valid.Download();
     for (size_t s = 0; s < kSlots; ++s) {
       (flags[s] != 0 ? num_valid : num_invalid) += 1;
       if (flags[s] == 0) continue;

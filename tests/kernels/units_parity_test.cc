@@ -1,5 +1,6 @@
-// Goal: the kernels that move units give what the reference gives. Method: random units on the host and the device; bytes
-// compared exactly. The generation guard is tried against a host thread that rewrites the units while they are gathered.
+// Goal: the kernels that move units give what the reference gives. Method: random units on the host
+// and the device; bytes compared exactly. The generation guard is tried against a host thread that
+// rewrites the units while they are gathered.
 
 #include <gtest/gtest.h>
 
@@ -29,7 +30,8 @@ using kvd::testing::Stream;
 class UnitsParityTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (const std::string reason = kvd::testing::WhyNoGpu(); !reason.empty())
+      GTEST_SKIP() << reason;
   }
 };
 
@@ -73,7 +75,8 @@ TEST_F(UnitsParityTest, RotatedQueriesHaveTheBitsOfTheReference) {
 }
 
 TEST_F(UnitsParityTest, GatherCopiesSealedUnitsAndZeroesTheOthers) {
-  for (const size_t unit_bytes : {size_t{4096}, size_t{6144}, size_t{8192}, size_t{16384}, size_t{32768}}) {
+  for (const size_t unit_bytes :
+       {size_t{4096}, size_t{6144}, size_t{8192}, size_t{16384}, size_t{32768}}) {
     constexpr size_t kSlots = 40, kUnits = 61;
     const std::vector<uint8_t> arena = RandomBytes(kSlots * unit_bytes, unit_bytes);
     DeviceArray<uint8_t> d_arena(arena), d_out(kUnits * unit_bytes), valid(kUnits);
@@ -85,7 +88,8 @@ TEST_F(UnitsParityTest, GatherCopiesSealedUnitsAndZeroesTheOthers) {
     for (size_t i = 0; i < kUnits; ++i) {
       const size_t slot = i * 17 % kSlots;
       slots.push_back(slot);
-      const uint64_t expected = 2 * (slot + 1) + (i % 5 == 2 ? 2 : 0);  // every fifth is a page that is gone
+      const uint64_t expected =
+          2 * (slot + 1) + (i % 5 == 2 ? 2 : 0);  // every fifth is a page that is gone
       units.push_back({d_arena.data() + slot * unit_bytes,
                        reinterpret_cast<const PageHeader*>(d_headers.data() + 8 * slot), expected,
                        d_out.data() + i * unit_bytes});
@@ -104,13 +108,16 @@ TEST_F(UnitsParityTest, GatherCopiesSealedUnitsAndZeroesTheOthers) {
       const std::vector<uint8_t> zeros(unit_bytes);
       const uint8_t* want = sealed ? arena.data() + slots[i] * unit_bytes : zeros.data();
       EXPECT_EQ(std::memcmp(out.data() + i * unit_bytes, want, unit_bytes), 0) << i;
-      EXPECT_NE(std::memcmp(out.data() + i * unit_bytes, arena.data() + (slots[i] + 1) % kSlots * unit_bytes, unit_bytes), 0);
+      EXPECT_NE(std::memcmp(out.data() + i * unit_bytes,
+                            arena.data() + (slots[i] + 1) % kSlots * unit_bytes, unit_bytes),
+                0);
     }
   }
   EXPECT_EQ(LaunchGatherUnits(nullptr, 1, 100, nullptr, nullptr), cudaErrorInvalidValue);
 }
 
-// Units of the caller's own memory, device or pinned, carry no header: they are copied whatever the generation says.
+// Units of the caller's own memory, device or pinned, carry no header: they are copied whatever the
+// generation says.
 TEST_F(UnitsParityTest, UnitsWithoutAHeaderAreAlwaysValid) {
   constexpr size_t kUnitBytes = 8192, kUnits = 9;
   const std::vector<uint8_t> bytes = RandomBytes(kUnits * kUnitBytes, 7);
@@ -118,13 +125,15 @@ TEST_F(UnitsParityTest, UnitsWithoutAHeaderAreAlwaysValid) {
   KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&pinned), bytes.size(), cudaHostAllocMapped));
   std::memcpy(pinned, bytes.data(), bytes.size());
   PageHeader* header = nullptr;
-  KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&header), sizeof(PageHeader), cudaHostAllocMapped));
+  KVD_CUDA_OK(
+      cudaHostAlloc(reinterpret_cast<void**>(&header), sizeof(PageHeader), cudaHostAllocMapped));
   header->generation.store(6);
   DeviceArray<uint8_t> out(bytes.size()), valid(kUnits);
   std::vector<GatherUnit> units;
   for (size_t i = 0; i < kUnits; ++i) {
     // One unit beside them has a header, and is gone.
-    units.push_back({pinned + i * kUnitBytes, i == 4 ? header : nullptr, i == 4 ? 8u : 1u, out.data() + i * kUnitBytes});
+    units.push_back({pinned + i * kUnitBytes, i == 4 ? header : nullptr, i == 4 ? 8u : 1u,
+                     out.data() + i * kUnitBytes});
   }
   DeviceArray<GatherUnit> d_units(units);
   KVD_CUDA_OK(LaunchGatherUnits(d_units.data(), kUnits, kUnitBytes, valid.data(), nullptr));
@@ -147,11 +156,13 @@ uint32_t WordOf(size_t slot, uint64_t generation) {
 // A page header as the test's writer uses it: nothing but the generation matters.
 struct WrittenSlots {
   static constexpr size_t kSlots = 16, kUnitBytes = 8192;
-  uint32_t* words = nullptr;      // [kSlots][kUnitBytes / 4], pinned host memory that the device reads
+  uint32_t* words = nullptr;  // [kSlots][kUnitBytes / 4], pinned host memory that the device reads
   PageHeader* headers = nullptr;  // [kSlots]
   WrittenSlots() {
-    KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&words), kSlots * kUnitBytes, cudaHostAllocMapped));
-    KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&headers), kSlots * sizeof(PageHeader), cudaHostAllocMapped));
+    KVD_CUDA_OK(
+        cudaHostAlloc(reinterpret_cast<void**>(&words), kSlots * kUnitBytes, cudaHostAllocMapped));
+    KVD_CUDA_OK(cudaHostAlloc(reinterpret_cast<void**>(&headers), kSlots * sizeof(PageHeader),
+                              cudaHostAllocMapped));
     for (size_t s = 0; s < kSlots; ++s) {
       headers[s].generation.store(0);
       Reseal(s);
@@ -167,7 +178,8 @@ struct WrittenSlots {
     headers[slot].generation.store(generation + 1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
     for (size_t i = 0; i < kUnitBytes / 4; ++i)
-      std::atomic_ref(words[slot * kUnitBytes / 4 + i]).store(WordOf(slot, generation + 2), std::memory_order_relaxed);
+      std::atomic_ref(words[slot * kUnitBytes / 4 + i])
+          .store(WordOf(slot, generation + 2), std::memory_order_relaxed);
     headers[slot].generation.store(generation + 2, std::memory_order_release);
   }
 };
@@ -191,18 +203,22 @@ TEST_F(UnitsParityTest, GatherNeverPassesBytesOfAnotherGenerationWhileUnitsAreRe
     std::vector<GatherUnit> units;
     for (size_t i = 0; i < kUnits; ++i) {
       const size_t s = i % WrittenSlots::kSlots;
-      // As it is sealed now, or was last: the writer may be at it, or come by before the copy or during it.
+      // As it is sealed now, or was last: the writer may be at it, or come by before the copy or
+      // during it.
       const uint64_t generation = slots.headers[s].generation.load() & ~uint64_t{1};
-      units.push_back({reinterpret_cast<const uint8_t*>(slots.words + s * kWords), slots.headers + s, generation,
+      units.push_back({reinterpret_cast<const uint8_t*>(slots.words + s * kWords),
+                       slots.headers + s, generation,
                        reinterpret_cast<uint8_t*>(out.data() + i * kWords)});
     }
     d_units.Upload(units);
-    KVD_CUDA_OK(LaunchGatherUnits(d_units.data(), kUnits, WrittenSlots::kUnitBytes, valid.data(), stream.get()));
+    KVD_CUDA_OK(LaunchGatherUnits(d_units.data(), kUnits, WrittenSlots::kUnitBytes, valid.data(),
+                                  stream.get()));
     stream.Wait();
     const std::vector<uint32_t> words = out.Download();
     const std::vector<uint8_t> flags = valid.Download();
     for (size_t i = 0; i < kUnits; ++i) {
-      const uint32_t want = flags[i] != 0 ? WordOf(i % WrittenSlots::kSlots, units[i].generation) : 0;
+      const uint32_t want =
+          flags[i] != 0 ? WordOf(i % WrittenSlots::kSlots, units[i].generation) : 0;
       (flags[i] != 0 ? num_valid : num_invalid) += 1;
       for (size_t w = 0; w < kWords; ++w) wrong += words[i * kWords + w] != want;
     }
@@ -220,10 +236,12 @@ TEST_F(UnitsParityTest, PackingAndAppendingGiveTheReferencesBytes) {
     constexpr int kHeads = 3, kTokens = 100, kB = 16;
     const auto row = static_cast<size_t>(dim) * 2;
     // An engine that keeps [token][head][K | V].
-    const std::vector<uint8_t> kv = RandomBytes(kTokens * kHeads * 2 * row, static_cast<uint64_t>(dim));
+    const std::vector<uint8_t> kv =
+        RandomBytes(kTokens * kHeads * 2 * row, static_cast<uint64_t>(dim));
     DeviceArray<uint8_t> d_kv(kv);
     const auto view = [&](const uint8_t* base) {
-      return EngineKv{base, base + row, static_cast<int64_t>(2 * row), static_cast<int64_t>(2 * row * kHeads)};
+      return EngineKv{base, base + row, static_cast<int64_t>(2 * row),
+                      static_cast<int64_t>(2 * row * kHeads)};
     };
     const std::vector<int32_t> heads = {0, 2, 1, 2};
     const std::vector<int64_t> firsts = {0, 16, 48, 84};
@@ -234,18 +252,21 @@ TEST_F(UnitsParityTest, PackingAndAppendingGiveTheReferencesBytes) {
     DeviceArray<uint8_t*> d_out(out);
     DeviceArray<int32_t> d_heads(heads);
     DeviceArray<int64_t> d_firsts(firsts);
-    KVD_CUDA_OK(LaunchPackUnits({view(d_kv.data()), 4, d_heads.data(), d_firsts.data(), dim, kB, d_out.data()}, nullptr));
+    KVD_CUDA_OK(LaunchPackUnits(
+        {view(d_kv.data()), 4, d_heads.data(), d_firsts.data(), dim, kB, d_out.data()}, nullptr));
     std::vector<uint8_t> want(4 * unit_bytes);
     for (size_t i = 0; i < 4; ++i)
       ref::PackUnit(view(kv.data()), heads[i], firsts[i], dim, kB, want.data() + i * unit_bytes);
     EXPECT_EQ(d_units.Download(), want);
 
     // Two sequences of two heads append a token each to these four units.
-    const std::vector<uint16_t> k = RandomKv(4 * dim, KvDtype::kBf16, 1, 5), v = RandomKv(4 * dim, KvDtype::kBf16, 1, 6);
+    const std::vector<uint16_t> k = RandomKv(4 * dim, KvDtype::kBf16, 1, 5),
+                                v = RandomKv(4 * dim, KvDtype::kBf16, 1, 6);
     const std::vector<int32_t> token = {15, 3};
     DeviceArray<uint16_t> d_k(k), d_v(v);
     DeviceArray<int32_t> d_token(token);
-    KVD_CUDA_OK(LaunchAppend({2, 2, dim, kB, d_k.data(), d_v.data(), d_out.data(), d_token.data()}, nullptr));
+    KVD_CUDA_OK(LaunchAppend({2, 2, dim, kB, d_k.data(), d_v.data(), d_out.data(), d_token.data()},
+                             nullptr));
     const std::vector<uint8_t> before = want;
     std::vector<uint8_t*> tails;
     for (size_t i = 0; i < 4; ++i) tails.push_back(want.data() + i * unit_bytes);

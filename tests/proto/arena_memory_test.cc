@@ -22,7 +22,8 @@ KvGeometry Small() {
 
 std::vector<UniqueFd> Copies(const ArenaMemory& memory) {
   std::vector<UniqueFd> copies;
-  for (const UniqueFd& fd : memory.descriptors()) copies.emplace_back(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
+  for (const UniqueFd& fd : memory.descriptors())
+    copies.emplace_back(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
   return copies;
 }
 
@@ -36,11 +37,14 @@ ArenaShape ThreeSlabs() {
 
 TEST(CarveArenaTest, UsesTheBytesAndNoMore) {
   const KvGeometry geometry = Small();
-  for (const uint64_t bytes : {uint64_t{1} << 20, uint64_t{100} << 20, uint64_t{3} << 30, (uint64_t{5} << 30) + 12345}) {
+  for (const uint64_t bytes :
+       {uint64_t{1} << 20, uint64_t{100} << 20, uint64_t{3} << 30, (uint64_t{5} << 30) + 12345}) {
     const ArenaShape shape = CarveArena(geometry, bytes);
     const uint64_t used = uint64_t{shape.num_slabs()} * shape.slab_bytes() + shape.header_bytes();
     EXPECT_LE(used, bytes);
-    EXPECT_GT(used + uint64_t{shape.num_slabs() + 1} * (shape.slot.slot_bytes() + 64 + shape.summary_stride()), bytes);
+    EXPECT_GT(used + uint64_t{shape.num_slabs() + 1} *
+                         (shape.slot.slot_bytes() + 64 + shape.summary_stride()),
+              bytes);
     EXPECT_LE(shape.slab_bytes(), uint64_t{1} << 30);
     EXPECT_EQ(shape.num_slots % shape.slots_per_slab, 0u);
   }
@@ -93,7 +97,8 @@ TEST(ArenaMemoryTest, AReaderCanNeitherWriteNorResizeWhateverItTries) {
     munmap(readable, 4096);
     EXPECT_NE(fcntl(fd.get(), F_ADD_SEALS, F_SEAL_WRITE), 0);  // the seals themselves are final
     // Opening it again by name gives a descriptor of the same, sealed memory.
-    const UniqueFd again(open(("/proc/self/fd/" + std::to_string(fd.get())).c_str(), O_RDWR | O_CLOEXEC));
+    const UniqueFd again(
+        open(("/proc/self/fd/" + std::to_string(fd.get())).c_str(), O_RDWR | O_CLOEXEC));
     EXPECT_TRUE(again.get() < 0 || pwrite(again.get(), &byte, 1, 0) < 0);
   }
   (*daemon)->unit(0, 0, 0)[0] = 7;  // the daemon still can
@@ -129,7 +134,8 @@ TEST(ArenaMemoryTest, WrongSizesCountsAndKindsAreRefused) {
   ArenaShape larger = ThreeSlabs();
   larger.slots_per_slab = 6;
   larger.num_slots = 18;
-  EXPECT_EQ(ArenaMemory::MapShared(larger, Copies(**daemon)).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ArenaMemory::MapShared(larger, Copies(**daemon)).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   std::vector<UniqueFd> few = Copies(**daemon);
   few.pop_back();
   EXPECT_EQ(ArenaMemory::MapShared(ThreeSlabs(), std::move(few)).status().code(),

@@ -20,13 +20,15 @@ namespace {
 
 int OpenDescriptors() {
   int count = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) ++count;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    ++count;
   return count;
 }
 
 // Both ends of a connection are of this process: the server's is closed a moment after the answer.
 void ExpectOpenDescriptors(int expected) {
-  for (int i = 0; i < 100 && OpenDescriptors() != expected; ++i) absl::SleepFor(absl::Milliseconds(10));
+  for (int i = 0; i < 100 && OpenDescriptors() != expected; ++i)
+    absl::SleepFor(absl::Milliseconds(10));
   EXPECT_EQ(OpenDescriptors(), expected);
 }
 
@@ -47,11 +49,11 @@ class FdChannelTest : public testing::Test {
       ASSERT_EQ(ftruncate(files_.back().get(), static_cast<off_t>(i)), 0);
       passed_.push_back(files_.back().get());
     }
-    auto listener = DescriptorListener::Make(path_, [this](const DescriptorRequest& request)
-                                                        -> absl::StatusOr<std::vector<int>> {
-      if (!TokensEqual(request.session, request_.session)) return absl::AbortedError("unknown");
-      return passed_;
-    });
+    auto listener = DescriptorListener::Make(
+        path_, [this](const DescriptorRequest& request) -> absl::StatusOr<std::vector<int>> {
+          if (!TokensEqual(request.session, request_.session)) return absl::AbortedError("unknown");
+          return passed_;
+        });
     ASSERT_TRUE(listener.ok()) << listener.status();
     listener_ = *std::move(listener);
   }
@@ -70,7 +72,8 @@ class FdChannelTest : public testing::Test {
   }
   // A listener's counters move on its own thread.
   void ExpectMalformed(uint64_t count) {
-    for (int i = 0; i < 500 && listener_->num_malformed() < count; ++i) absl::SleepFor(absl::Milliseconds(10));
+    for (int i = 0; i < 500 && listener_->num_malformed() < count; ++i)
+      absl::SleepFor(absl::Milliseconds(10));
     EXPECT_EQ(listener_->num_malformed(), count);
   }
 
@@ -98,7 +101,8 @@ TEST_F(FdChannelTest, AWrongTokenGetsNothing) {
   DescriptorRequest wrong = request_;
   wrong.session[15] ^= 1;
   const int before = OpenDescriptors();
-  EXPECT_EQ(ReceiveDescriptors(path_, wrong, absl::Seconds(5)).status().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(ReceiveDescriptors(path_, wrong, absl::Seconds(5)).status().code(),
+            absl::StatusCode::kAborted);
   ExpectOpenDescriptors(before);
   ExpectMalformed(1);
 }
@@ -107,10 +111,12 @@ TEST_F(FdChannelTest, AnotherProtocolIsRefusedOnBothSides) {
   Listen(1);
   DescriptorRequest wrong = request_;
   wrong.magic ^= 1;
-  EXPECT_EQ(ReceiveDescriptors(path_, wrong, absl::Seconds(5)).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ReceiveDescriptors(path_, wrong, absl::Seconds(5)).status().code(),
+            absl::StatusCode::kInvalidArgument);
   wrong = request_;
   wrong.version = 2;
-  EXPECT_EQ(ReceiveDescriptors(path_, wrong, absl::Seconds(5)).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ReceiveDescriptors(path_, wrong, absl::Seconds(5)).status().code(),
+            absl::StatusCode::kInvalidArgument);
 }
 
 TEST_F(FdChannelTest, TruncatedAndRandomRequestsHarmNobody) {
@@ -160,13 +166,15 @@ TEST_F(FdChannelTest, DescriptorsThatAPeerSendsAreNotKept) {
     std::memcpy(CMSG_DATA(rights), &fd, sizeof(fd));
     ASSERT_EQ(sendmsg(socket.get(), &message, 0), static_cast<ssize_t>(sizeof(request_)));
     DescriptorReply reply;
-    EXPECT_EQ(recv(socket.get(), &reply, sizeof(reply), MSG_WAITALL), static_cast<ssize_t>(sizeof(reply)));
+    EXPECT_EQ(recv(socket.get(), &reply, sizeof(reply), MSG_WAITALL),
+              static_cast<ssize_t>(sizeof(reply)));
   }
   ExpectOpenDescriptors(before);
 }
 
 TEST_F(FdChannelTest, NobodyListeningIsUnavailable) {
-  EXPECT_EQ(ReceiveDescriptors(path_, request_, absl::Seconds(1)).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(ReceiveDescriptors(path_, request_, absl::Seconds(1)).status().code(),
+            absl::StatusCode::kUnavailable);
 }
 
 TEST_F(FdChannelTest, AServerThatDoesNotAnswerMeetsTheDeadline) {
@@ -207,7 +215,8 @@ TEST_F(FdChannelTest, TheSocketIsPrivateToUserAndGroupAndReplacedOnlyIfNobodyLis
   const auto lookup = [](const DescriptorRequest&) -> absl::StatusOr<std::vector<int>> {
     return absl::AbortedError("");
   };
-  EXPECT_EQ(DescriptorListener::Make(path_, lookup).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DescriptorListener::Make(path_, lookup).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   listener_.reset();
   EXPECT_FALSE(std::filesystem::exists(path_));
   {
@@ -220,7 +229,8 @@ TEST_F(FdChannelTest, TheSocketIsPrivateToUserAndGroupAndReplacedOnlyIfNobodyLis
   }
   EXPECT_TRUE(DescriptorListener::Make(path_, lookup).ok());
   std::ofstream(path_) << "a file";
-  EXPECT_EQ(DescriptorListener::Make(path_, lookup).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DescriptorListener::Make(path_, lookup).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   EXPECT_FALSE(DescriptorListener::Make(std::string(200, 'x'), lookup).ok());
 }
 

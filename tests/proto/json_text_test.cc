@@ -12,7 +12,9 @@ TEST(JsonTextTest, QuotesBackslashesAndControlCharactersAreEscaped) {
   EXPECT_EQ(JsonQuote(absl::string_view("\n\0\x1f", 3)), "\"\\u000a\\u0000\\u001f\"");
 }
 
-TEST(JsonTextTest, BytesAboveAsciiStayAsTheyAre) { EXPECT_EQ(JsonQuote("\xc3\xa9"), "\"\xc3\xa9\""); }
+TEST(JsonTextTest, BytesAboveAsciiStayAsTheyAre) {
+  EXPECT_EQ(JsonQuote("\xc3\xa9"), "\"\xc3\xa9\"");
+}
 
 }  // namespace
 }  // namespace kvd

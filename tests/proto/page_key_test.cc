@@ -48,7 +48,8 @@ TEST(PageKeyTest, KeysAreTheSha256ChainOfTheSpecification) {
   EXPECT_EQ(keys[1], NextPageKey(keys[0], std::span<const uint32_t>(tokens).subspan(16, 16)));
 }
 
-// python3: h(b'locks-kvd/model/1'+u(1,32,32,8,1,128,16,8,1,1,0x3e000000,0)+u(7)+b'weights'+u(12)+b'theta=500000')
+// python3: h(b'locks-kvd/model/1'+u(1,32,32,8,1,128,16,8,1,1,0x3e000000,0)
+//            +u(7)+b'weights'+u(12)+b'theta=500000')
 TEST(PageKeyTest, ModelFingerprintIsTheSha256OfEveryField) {
   EXPECT_EQ(Hex(ModelFingerprint(Llama(), "weights", "theta=500000")),
             "541ebc6d4318b9d9d7db3f507aa4189f5010257aca870f3f9b4833b39555bafa");
@@ -69,7 +70,8 @@ TEST(PageKeyTest, EveryFieldOfTheModelChangesItsFingerprint) {
   changed[8].rotated = false;
   changed[9].softmax_scale = 0.25f;
   changed[10].logit_softcap = 30;
-  for (const KvGeometry& g : changed) EXPECT_TRUE(seen.insert(ModelFingerprint(g, "w", "r")).second);
+  for (const KvGeometry& g : changed)
+    EXPECT_TRUE(seen.insert(ModelFingerprint(g, "w", "r")).second);
   EXPECT_TRUE(seen.insert(ModelFingerprint(Llama(), "v", "r")).second);
   EXPECT_TRUE(seen.insert(ModelFingerprint(Llama(), "w", "s")).second);
   EXPECT_TRUE(seen.insert(ModelFingerprint(Llama(), "wr", "")).second);  // lengths are part of it

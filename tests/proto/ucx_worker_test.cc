@@ -1,5 +1,6 @@
-// Active messages between two workers of this process, over loopback TCP: every size, held and dropped
-// payloads, tasks from many threads, peers that go away, and greetings that nobody should trust.
+// Active messages between two workers of this process, over loopback TCP: every size, held and
+// dropped payloads, tasks from many threads, peers that go away, and greetings that nobody should
+// trust.
 
 #include "proto/ucx_worker.h"
 
@@ -19,7 +20,8 @@ namespace {
 
 std::vector<uint8_t> Bytes(size_t size, uint64_t seed) {
   std::vector<uint8_t> bytes(size);
-  for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<uint8_t>(Mix64(seed + i / 8) >> (i % 8 * 8));
+  for (size_t i = 0; i < size; ++i)
+    bytes[i] = static_cast<uint8_t>(Mix64(seed + i / 8) >> (i % 8 * 8));
   return bytes;
 }
 
@@ -45,7 +47,8 @@ bool Eventually(UcxWorker& worker, const std::function<bool()>& condition) {
 
 enum class Mode { kReceive, kHold, kDrop };
 
-// Takes messages in one of three ways. Its fields belong to the progress thread: look at them by Eventually.
+// Takes messages in one of three ways. Its fields belong to the progress thread: look at them by
+// Eventually.
 struct Inbox final : UcxReceiver {
   struct Part final : UcxReceive {
     MessageHeader header;
@@ -97,12 +100,14 @@ class UcxWorkerTest : public testing::Test {
     token_.fill(2);
     daemon_ = MakeWorker(true);
     daemon_->AcceptPeers([this](const MessageHeader& header) {
-      return TokensEqual(header.session, token_) ? absl::OkStatus() : absl::AbortedError("a stranger");
+      return TokensEqual(header.session, token_) ? absl::OkStatus()
+                                                 : absl::AbortedError("a stranger");
     });
     client_ = MakeWorker();
   }
   void Connect(UcxReceiver* answers) {
-    auto link = UcxLink::Connect(client_.get(), daemon_->address(), incarnation_, token_, answers, absl::Seconds(10));
+    auto link = UcxLink::Connect(client_.get(), daemon_->address(), incarnation_, token_, answers,
+                                 absl::Seconds(10));
     ASSERT_TRUE(link.ok()) << link.status();
     link_ = *std::move(link);
   }
@@ -127,11 +132,14 @@ TEST_F(UcxWorkerTest, MessagesOfEverySizeArriveWholeBothWays) {
   daemon_->SetReceiver(MessageType::kIngest, &at_daemon);
   Connect(&at_client);
   uint64_t number = 0;
-  for (const size_t size : {0u, 1u, 63u, 64u, 1000u, 8191u, 8192u, 8193u, 65536u, 262208u, 1u << 20, (4u << 20) + 64u}) {
+  for (const size_t size : {0u, 1u, 63u, 64u, 1000u, 8191u, 8192u, 8193u, 65536u, 262208u, 1u << 20,
+                            (4u << 20) + 64u}) {
     ++number;
     const std::vector<uint8_t> payload = Bytes(size, number);
     const auto message = Send(MessageType::kIngest, number, payload);
-    ASSERT_TRUE(Eventually(*daemon_, [&] { return at_daemon.Has(message->header.request, payload); })) << size;
+    ASSERT_TRUE(Eventually(*daemon_, [&] {
+      return at_daemon.Has(message->header.request, payload);
+    })) << size;
     ASSERT_TRUE(Eventually(*client_, [&] { return message->sent; })) << size;
     Outgoing answer;
     answer.header = message->header;
@@ -142,7 +150,8 @@ TEST_F(UcxWorkerTest, MessagesOfEverySizeArriveWholeBothWays) {
       ASSERT_NE(peer, nullptr);
       daemon_->Send(peer, answer, answer.payload);
     });
-    ASSERT_TRUE(Eventually(*client_, [&] { return at_client.Has(answer.header.request, payload); })) << size;
+    ASSERT_TRUE(Eventually(*client_, [&] { return at_client.Has(answer.header.request, payload); }))
+        << size;
     ASSERT_TRUE(Eventually(*daemon_, [&] { return answer.sent; })) << size;
     EXPECT_FALSE(at_client.Has(answer.header.request, Bytes(size + 1, number)));
   }
@@ -179,14 +188,16 @@ TEST_F(UcxWorkerTest, AnswersGoToTheirChannelAndTheirIncarnationOnly) {
   Inbox mine(Mode::kReceive);
   Inbox other(Mode::kReceive);
   Connect(&mine);
-  auto second = UcxLink::Connect(client_.get(), daemon_->address(), incarnation_, token_, &other, absl::Seconds(10));
+  auto second = UcxLink::Connect(client_.get(), daemon_->address(), incarnation_, token_, &other,
+                                 absl::Seconds(10));
   ASSERT_TRUE(second.ok()) << second.status();
   Outgoing answers[3];
   for (Outgoing& answer : answers) answer.header = link_->Header(MessageType::kFetchReply, 7);
-  answers[0].header.incarnation[0] ^= 1;  // of a daemon that had this address before
+  answers[0].header.incarnation[0] ^= 1;             // of a daemon that had this address before
   answers[1].header.request += uint64_t{100} << 48;  // of no channel
   daemon_->Run([&] {
-    UcxEndpoint* peer = daemon_->FindPeer(token_, ChannelOf(link_->Header(MessageType::kFetch, 0).request));
+    UcxEndpoint* peer =
+        daemon_->FindPeer(token_, ChannelOf(link_->Header(MessageType::kFetch, 0).request));
     ASSERT_NE(peer, nullptr);
     for (Outgoing& answer : answers) daemon_->Send(peer, answer, {});
   });
@@ -233,8 +244,8 @@ TEST_F(UcxWorkerTest, LongTurnsOfTheThreadAreCounted) {
   EXPECT_GE(client_->stalls().sum_seconds() - before, 0.02);
 }
 
-// The daemon need not have noticed that the client closed its end: a long message on what is left of the old connection would never be
-// fetched.
+// The daemon need not have noticed that the client closed its end: a long message on what is left
+// of the old connection would never be fetched.
 TEST_F(UcxWorkerTest, AConnectionThatIsOpenedAgainCarriesLongMessages) {
   for (uint64_t round = 1; round <= 5; ++round) {
     Inbox inbox(Mode::kReceive);
@@ -247,7 +258,9 @@ TEST_F(UcxWorkerTest, AConnectionThatIsOpenedAgainCarriesLongMessages) {
       ASSERT_NE(peer, nullptr);
       daemon_->Send(peer, answer, answer.payload);
     });
-    EXPECT_TRUE(Eventually(*client_, [&] { return inbox.Has(answer.header.request, answer.payload); })) << round;
+    EXPECT_TRUE(Eventually(*client_, [&] {
+      return inbox.Has(answer.header.request, answer.payload);
+    })) << round;
     EXPECT_TRUE(Eventually(*daemon_, [&] { return answer.sent; })) << round;
     client_->Run([&] { link_->Abort(); });
     link_.reset();
@@ -279,7 +292,8 @@ TEST_F(UcxWorkerTest, AbortEndsWhatIsInFlight) {
   daemon_->SetReceiver(MessageType::kIngest, &inbox);
   Inbox none(Mode::kDrop);
   Connect(&none);
-  const auto message = Send(MessageType::kIngest, 1, Bytes(1 << 20, 1));  // waits until it is received
+  const auto message =
+      Send(MessageType::kIngest, 1, Bytes(1 << 20, 1));  // waits until it is received
   ASSERT_TRUE(Eventually(*daemon_, [&] { return inbox.seen == 1; }));
   client_->Run([&] { EXPECT_FALSE(message->sent); });
   client_->Run([&] { link_->Abort(); });
@@ -293,8 +307,10 @@ TEST_F(UcxWorkerTest, StrangersGetNoEndpoint) {
   Inbox none(Mode::kDrop);
   SessionToken stranger = token_;
   stranger[0] ^= 1;
-  EXPECT_EQ(UcxLink::Connect(client_.get(), daemon_->address(), incarnation_, stranger, &none, absl::Milliseconds(200))
-                .status().code(),
+  EXPECT_EQ(UcxLink::Connect(client_.get(), daemon_->address(), incarnation_, stranger, &none,
+                             absl::Milliseconds(200))
+                .status()
+                .code(),
             absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(daemon_->num_malformed(), 1u);
   daemon_->Run([&] { EXPECT_EQ(daemon_->FindPeer(stranger, 1), nullptr); });
@@ -308,11 +324,13 @@ TEST_F(UcxWorkerTest, AGreetingWithADamagedAddressIsCountedAndHarmsNobody) {
   damaged[damaged.size() - 3] ^= 1;
   uint64_t malformed = 0;
   std::vector<std::unique_ptr<Outgoing>> sent;  // live until they have left
-  for (const std::string& address : {std::string("x"), std::string(200, '\0'), damaged, client_->address().substr(1),
-                                     std::string(20000, 'x'), std::string()}) {
+  for (const std::string& address :
+       {std::string("x"), std::string(200, '\0'), damaged, client_->address().substr(1),
+        std::string(20000, 'x'), std::string()}) {
     sent.push_back(Send(MessageType::kHello, 0, {address.begin(), address.end()}));
     ++malformed;
-    EXPECT_TRUE(Eventually(*daemon_, [&] { return daemon_->num_malformed() == malformed; })) << address.size();
+    EXPECT_TRUE(Eventually(*daemon_, [&] { return daemon_->num_malformed() == malformed; }))
+        << address.size();
   }
   Inbox inbox(Mode::kReceive);
   daemon_->SetReceiver(MessageType::kIngest, &inbox);

@@ -45,7 +45,8 @@ TEST(WireTest, WhatIsNotAHeaderOfThisVersionIsRefusedByTheFieldsName) {
   };
   EXPECT_TRUE(ParseHeader(good, MessageType::kFetch).ok());
   EXPECT_NE(Message({good.data(), 63}, MessageType::kFetch).find("length"), std::string::npos);
-  EXPECT_NE(Message({good.data(), size_t{0}}, MessageType::kFetch).find("length"), std::string::npos);
+  EXPECT_NE(Message({good.data(), size_t{0}}, MessageType::kFetch).find("length"),
+            std::string::npos);
   EXPECT_NE(Message(good, MessageType::kIngest).find("type"), std::string::npos);
   auto bad = good;
   bad[1] ^= 1;
@@ -76,7 +77,8 @@ TEST(WireTest, TokensDifferInAnyByte) {
 }
 
 TEST(WireTest, APieceIsAsLargeAsAllowedAndNoLarger) {
-  for (const size_t item : {size_t{1}, size_t{64}, size_t{4096}, size_t{8192}, size_t{204864}, size_t{2097152}}) {
+  for (const size_t item :
+       {size_t{1}, size_t{64}, size_t{4096}, size_t{8192}, size_t{204864}, size_t{2097152}}) {
     const size_t entries = EntriesPerPiece(item);
     EXPECT_LE(BitmapBytes(entries) + entries * item, kMaxPieceBytes) << item;
     EXPECT_GT(BitmapBytes(entries + 1) + (entries + 1) * item, kMaxPieceBytes) << item;

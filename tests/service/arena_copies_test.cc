@@ -28,19 +28,22 @@ class ArenaCopiesTest : public ::testing::Test {
 
   // Reserves a copy of `page` and writes its units and records, as the ingest server does.
   Ticket WriteCopy(const SealedCopy& page, bool with_records = true) {
-    const auto reserved = to_->Reserve(kMover, {&page.page.key, 1}, {&page.page_idx, 1}, page.page.shard, {&page.word, 1});
+    const auto reserved = to_->Reserve(kMover, {&page.page.key, 1}, {&page.page_idx, 1},
+                                       page.page.shard, {&page.word, 1});
     EXPECT_EQ(reserved->pages[0].state, ReserveOutcome::State::kNew);
     const Ticket ticket = reserved->pages[0].ticket;
     absl::StatusOr<ReservationPin> pin = to_->PinReservation(kMover, ticket);
     const SlotLayout& slot = from_->memory().shape().slot;
     for (int layer = 0; layer < slot.num_layers; ++layer) {
       for (int head = 0; head < slot.shard_heads; ++head) {
-        std::memcpy(pin->unit(layer, head), from_->memory().unit(page.location.slot, layer, head), slot.unit_bytes);
+        std::memcpy(pin->unit(layer, head), from_->memory().unit(page.location.slot, layer, head),
+                    slot.unit_bytes);
         pin->MarkReceived(layer, head);
       }
     }
     if (with_records) {
-      std::memcpy(pin->records(), from_->memory().summary(page.location.slot), slot.summary_bytes());
+      std::memcpy(pin->records(), from_->memory().summary(page.location.slot),
+                  slot.summary_bytes());
       pin->MarkRecordsReceived();
     }
     return ticket;
@@ -70,9 +73,11 @@ TEST_F(ArenaCopiesTest, ACopyIsTheSameBytesAndRecordsAndIsFoundByItsKey) {
   ASSERT_TRUE(sealed.ok()) << sealed.status();
   const SlotLayout& slot = from_->memory().shape().slot;
   EXPECT_EQ(std::memcmp(to_->memory().slot_base(sealed->location.slot),
-                        from_->memory().slot_base(page.location.slot), slot.slot_bytes()), 0);
+                        from_->memory().slot_base(page.location.slot), slot.slot_bytes()),
+            0);
   EXPECT_EQ(std::memcmp(to_->memory().summary(sealed->location.slot),
-                        from_->memory().summary(page.location.slot), slot.summary_bytes()), 0);
+                        from_->memory().summary(page.location.slot), slot.summary_bytes()),
+            0);
   const std::vector<PageKey> keys = {testing::KeyOf(3)};
   const std::vector<uint32_t> shards = {0};
   EXPECT_THAT(to_->MatchPrefix(kWorker, 1, keys, shards)->locations, ElementsAre(sealed->location));
@@ -102,8 +107,11 @@ TEST_F(ArenaCopiesTest, DamagedCopiesAreRefusedAndNeverVisible) {
   EXPECT_THAT(refused.status().message(), HasSubstr("layer 1, head 0"));
   const Ticket record = WriteCopy(page);
   to_->PinReservation(kMover, record)->records()[5] ^= 4;
-  EXPECT_EQ(to_->SealCopy(kMover, record, ChecksumOf(page)).status().code(), absl::StatusCode::kDataLoss);
-  EXPECT_EQ(to_->SealCopy(kMover, WriteCopy(page, /*with_records=*/false), ChecksumOf(page)).status().code(),
+  EXPECT_EQ(to_->SealCopy(kMover, record, ChecksumOf(page)).status().code(),
+            absl::StatusCode::kDataLoss);
+  EXPECT_EQ(to_->SealCopy(kMover, WriteCopy(page, /*with_records=*/false), ChecksumOf(page))
+                .status()
+                .code(),
             absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(to_->MatchPrefix(kWorker, 1, keys, shards)->pages, SizeIs(0));
   EXPECT_EQ(to_->Stats().slots_free, 4u) << "every refused reservation was given back";
@@ -134,7 +142,8 @@ TEST_F(ArenaCopiesTest, CopyingKeepsAPageAndItsTurnInTheOrderOfEviction) {
   from_->EndCopying();
   // The oldest goes first, as if nothing had been copied.
   EXPECT_EQ(testing::ReserveOne(from_.get(), kWorker, 9).slot, pages[0].slot);
-  EXPECT_THAT(from_->BeginCopying(all), ElementsAre(false, true, true, true)) << "the first is gone";
+  EXPECT_THAT(from_->BeginCopying(all), ElementsAre(false, true, true, true))
+      << "the first is gone";
   from_->EndCopying();
 }
 

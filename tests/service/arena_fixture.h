@@ -74,7 +74,9 @@ inline std::vector<uint8_t> UnitBytes(const KvGeometry& g, int page, int write, 
   const size_t values = static_cast<size_t>(2 * g.page_tokens * g.head_dim);
   std::vector<uint16_t> bits(values);
   uint64_t seed = Mix64(((static_cast<uint64_t>(page) * 64 + static_cast<uint64_t>(write)) * 64 +
-                         static_cast<uint64_t>(layer)) * 64 + static_cast<uint64_t>(head) + 1);
+                         static_cast<uint64_t>(layer)) *
+                            64 +
+                        static_cast<uint64_t>(head) + 1);
   for (uint16_t& value : bits) {
     seed = Mix64(seed + kGolden64);
     value = ToBf16(static_cast<float>(seed % 2001) / 1000.0f - 1.0f);
@@ -127,8 +129,9 @@ inline PageLocation PutPage(Arena* arena, SessionId session, int page, uint32_t 
   return sealed.ok() ? sealed->location : PageLocation{};
 }
 
-// Ends sessions while their pages are being sealed, at many moments: a slot then looks sealed to readers only if the page
-// table says so too. `generation_seen(slot)` is what readers see. The arena has one slot for pages.
+// Ends sessions while their pages are being sealed, at many moments: a slot then looks sealed to
+// readers only if the page table says so too. `generation_seen(slot)` is what readers see. The
+// arena has one slot for pages.
 template <typename GenerationSeen>
 void EndSessionsWhileTheySeal(Arena* arena, int rounds, const GenerationSeen& generation_seen) {
   int sealed = 0, cut_off = 0;
@@ -139,11 +142,13 @@ void EndSessionsWhileTheySeal(Arena* arena, int rounds, const GenerationSeen& ge
     const ReserveOutcome::Page reserved = ReserveOne(arena, session, round);
     ASSERT_EQ(reserved.state, ReserveOutcome::State::kNew);
     WritePage(arena, session, reserved.ticket, round);
-    // Of ten rounds one ends before the seal begins and one after it is over; the others race with it.
+    // Of ten rounds one ends before the seal begins and one after it is over; the others race with
+    // it.
     std::atomic<bool> sealing = round % 10 == 0;
     std::thread ender([&] {
       while (!sealing) std::this_thread::yield();
-      const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(round % 50 * 3);
+      const auto until =
+          std::chrono::steady_clock::now() + std::chrono::microseconds(round % 50 * 3);
       while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
       arena->EndSession(session, SessionEnd::kDetached);
     });

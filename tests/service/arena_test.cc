@@ -203,13 +203,15 @@ TEST_F(ArenaTest, ASessionIsToldOnceOfEvictedPagesThatItHadReleased) {
   ASSERT_EQ(testing::ReserveOne(arena_.get(), kB, 10).slot, p1.slot);
   ASSERT_EQ(testing::ReserveOne(arena_.get(), kB, 11).slot, p0.slot);
   EXPECT_EQ(arena_->TakeEvictions(kA).pages, (std::vector<PageLocation>{p1, p0}));
-  EXPECT_EQ(arena_->TakeEvictions(kB).pages, std::vector<PageLocation>{p1}) << "p0 was never its own";
+  EXPECT_EQ(arena_->TakeEvictions(kB).pages, std::vector<PageLocation>{p1})
+      << "p0 was never its own";
   EXPECT_TRUE(arena_->TakeEvictions(kA).pages.empty()) << "told once";
   Release(kB, {p2});
   testing::ReserveOne(arena_.get(), kA, 12);
   EXPECT_TRUE(arena_->TakeEvictions(kA).pages.empty());
   arena_->EndSession(kB, SessionEnd::kDetached);
-  EXPECT_TRUE(arena_->TakeEvictions(kB).pages.empty()) << "a session that has ended is told nothing";
+  EXPECT_TRUE(arena_->TakeEvictions(kB).pages.empty())
+      << "a session that has ended is told nothing";
 }
 
 TEST_F(ArenaTest, EvictionsBeyondWhatIsKeptAreReportedAsDropped) {
@@ -395,7 +397,8 @@ TEST_F(ArenaTest, PinnedReservationOfADeadSessionIsFreedOnlyWhenThePinDrops) {
 
 TEST_F(ArenaTest, SessionThatEndsWhileItsPageIsSealedLeavesNoSlotThatLooksSealed) {
   MakeArena(1);
-  testing::EndSessionsWhileTheySeal(arena_.get(), 200, [&](uint32_t slot) { return Generation(slot); });
+  testing::EndSessionsWhileTheySeal(arena_.get(), 200,
+                                    [&](uint32_t slot) { return Generation(slot); });
 }
 
 TEST_F(ArenaTest, EndedSessionCanNeitherLeaseNorReserveNorFetch) {

@@ -201,15 +201,19 @@ TEST(ConfigTest, GpusAreOneForAllArenasAndNeedABuildWithCuda) {
   if (!kBuiltWithCuda) {
     const auto problems = ConfigProblems(config);
     ASSERT_EQ(problems.size(), 2u);
-    EXPECT_THAT(problems[1], HasSubstr("arenas[2].gpu: expected no GPU, because this locks-kvd was built without CUDA"));
+    EXPECT_THAT(
+        problems[1],
+        HasSubstr("arenas[2].gpu: expected no GPU, because this locks-kvd was built without CUDA"));
     return;
   }
   EXPECT_THAT(ConfigProblems(config), IsEmpty());
   config.mutable_arenas(2)->set_gpu(1);
-  EXPECT_THAT(ConfigProblems(config), ElementsAre(HasSubstr("arenas[2].gpu: expected 0, as arenas[0] has, got 1")));
+  EXPECT_THAT(ConfigProblems(config),
+              ElementsAre(HasSubstr("arenas[2].gpu: expected 0, as arenas[0] has, got 1")));
   config.mutable_arenas(2)->clear_gpu();
   config.mutable_arenas(0)->set_gpu(-1);
-  EXPECT_THAT(ConfigProblems(config), ElementsAre(HasSubstr("arenas[0].gpu: expected 0 or more, got -1")));
+  EXPECT_THAT(ConfigProblems(config),
+              ElementsAre(HasSubstr("arenas[0].gpu: expected 0 or more, got -1")));
 }
 
 TEST(ConfigTest, UnknownFieldsAreRefusedInTextAndJsonWithTheirPlace) {
@@ -224,7 +228,8 @@ TEST(ConfigTest, UnknownFieldsAreRefusedInTextAndJsonWithTheirPlace) {
 
 TEST(ConfigTest, JsonAndTextSayTheSame) {
   const auto json = ParseConfig(R"({"arenas": [{"tenant": "acme", "model": "m",
-      "geometry": {"numLayers": 2, "numQHeads": 8, "numKvHeads": 2, "headDim": 64, "softmaxScale": 0.125},
+      "geometry": {"numLayers": 2, "numQHeads": 8, "numKvHeads": 2, "headDim": 64,
+                   "softmaxScale": 0.125},
       "identity": {"weightsId": "w"}, "bytes": "1000000"}]})",
                                 "no extension");
   ASSERT_TRUE(json.ok()) << json.status();

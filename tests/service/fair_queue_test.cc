@@ -20,7 +20,8 @@ TEST(FairQueueTest, OwnersTakeTurnsWhoeverHasMore) {
   std::vector<int> order;
   while (!queue.empty()) {
     order.push_back(*queue.Pop(Any));
-    if (order.size() == 3) queue.Push("quiet", 101);  // it comes again: one turn of each other is before it
+    if (order.size() == 3)
+      queue.Push("quiet", 101);  // it comes again: one turn of each other is before it
   }
   EXPECT_THAT(order, ElementsAre(0, 100, 200, 1, 101, 2, 3, 4));
 }

@@ -1,5 +1,5 @@
-// What a fetch server must survive and refuse: a peer that speaks UCX but not our protocol, lists beyond a
-// limit, deadlines that have passed, and garbage on the TCP port itself.
+// What a fetch server must survive and refuse: a peer that speaks UCX but not our protocol, lists
+// beyond a limit, deadlines that have passed, and garbage on the TCP port itself.
 
 #include "service/fetch_server.h"
 
@@ -34,8 +34,8 @@ std::unique_ptr<UcxWorker> ClientWorker() {
 class RawClient final : public UcxReceiver {
  public:
   RawClient(UcxWorker* worker, const locks_kvd::v1::AttachReply& offer) : worker_(worker) {
-    auto link = UcxLink::Connect(worker, offer.ucx().worker_address(), IncarnationOf(offer), TokenOf(offer), this,
-                                 absl::Seconds(5));
+    auto link = UcxLink::Connect(worker, offer.ucx().worker_address(), IncarnationOf(offer),
+                                 TokenOf(offer), this, absl::Seconds(5));
     EXPECT_TRUE(link.ok()) << link.status();
     link_ = *std::move(link);
   }
@@ -106,15 +106,17 @@ class FetchServerTest : public testing::Test {
   void ExpectGoodClientServed() {
     const SlotLayout slot = ShapeOf(offer_).slot;
     const std::unique_ptr<UcxWorker> worker = ClientWorker();
-    auto fetcher = UcxFetcher::Connect(worker.get(), offer_.ucx().worker_address(), IncarnationOf(offer_),
-                                       TokenOf(offer_), slot, absl::Seconds(5));
+    auto fetcher =
+        UcxFetcher::Connect(worker.get(), offer_.ucx().worker_address(), IncarnationOf(offer_),
+                            TokenOf(offer_), slot, absl::Seconds(5));
     ASSERT_TRUE(fetcher.ok()) << fetcher.status();
     const FetchedUnit unit = FetchUnit(**fetcher, slot.unit_bytes, Good(), absl::Seconds(5));
     EXPECT_EQ(unit.code, absl::StatusCode::kOk);
     EXPECT_EQ(unit.bytes, UnitBytes(slot, 1, 1, 1, 1));
   }
   void ExpectIdle() {
-    for (int i = 0; i < 200 && daemon_->fetches->num_in_flight() > 0; ++i) absl::SleepFor(absl::Milliseconds(10));
+    for (int i = 0; i < 200 && daemon_->fetches->num_in_flight() > 0; ++i)
+      absl::SleepFor(absl::Milliseconds(10));
     EXPECT_EQ(daemon_->fetches->num_in_flight(), 0u);
   }
 
@@ -222,7 +224,8 @@ TEST_F(FetchServerTest, WrongTokensAndIncarnationsGetNoUnits) {
   MessageHeader header = Request(1);
   header.session[3] ^= 1;
   client_->Send(header, Payload({Good()}));
-  EXPECT_EQ(client_->Answer(std::chrono::milliseconds(100)).request, 0u);  // a stranger: no answer at all
+  EXPECT_EQ(client_->Answer(std::chrono::milliseconds(100)).request,
+            0u);  // a stranger: no answer at all
   header = Request(1);
   header.incarnation[3] ^= 1;
   client_->Send(header, Payload({Good()}));
@@ -265,7 +268,8 @@ TEST_F(FetchServerTest, NoiseOnTheTcpPortHarmsNobody) {
   std::mt19937 random(5);
   int connected = 0;
   for (uint16_t port = 41350; port < 41380; ++port) {
-    for (const size_t bytes : {size_t{0}, size_t{1}, size_t{16}, size_t{64}, size_t{4096}, size_t{1} << 20}) {
+    for (const size_t bytes :
+         {size_t{0}, size_t{1}, size_t{16}, size_t{64}, size_t{4096}, size_t{1} << 20}) {
       const UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
       sockaddr_in address = {};
       address.sin_family = AF_INET;

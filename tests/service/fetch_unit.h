@@ -18,7 +18,8 @@ struct FetchedUnit {
   std::vector<uint8_t> bytes;
 };
 
-inline FetchedUnit FetchUnit(Fetcher& fetcher, size_t unit_bytes, const FetchEntry& entry, absl::Duration deadline) {
+inline FetchedUnit FetchUnit(Fetcher& fetcher, size_t unit_bytes, const FetchEntry& entry,
+                             absl::Duration deadline) {
   FetchedUnit unit = {absl::StatusCode::kUnknown, 0, std::vector<uint8_t>(unit_bytes)};
   uint8_t* destination = unit.bytes.data();
   FetchList list;

@@ -1,5 +1,5 @@
-// Arenas on a GPU whose units tell slot and generation by their bytes, so that any reader, in this process or another,
-// can judge what it read.
+// Arenas on a GPU whose units tell slot and generation by their bytes, so that any reader, in this
+// process or another, can judge what it read.
 //
 // Built with KVD_CUDA only. Thread safety: as Arena.
 
@@ -50,9 +50,11 @@ inline ArenaOptions GpuOptions(const KvGeometry& geometry, uint32_t slots, const
 }
 
 // What the unit holds when its slot is sealed as `at`: bf16 values below 2 in magnitude.
-inline std::vector<uint8_t> ContentOf(const SlotLayout& slot, const PageLocation& at, int layer, int head) {
+inline std::vector<uint8_t> ContentOf(const SlotLayout& slot, const PageLocation& at, int layer,
+                                      int head) {
   std::vector<uint8_t> bytes(slot.unit_bytes);
-  const uint64_t seed = Mix64(uint64_t{at.slot} << 32 ^ at.generation) + slot.unit_idx(layer, head) * kGolden64;
+  const uint64_t seed =
+      Mix64(uint64_t{at.slot} << 32 ^ at.generation) + slot.unit_idx(layer, head) * kGolden64;
   for (size_t i = 0; i < bytes.size() / sizeof(uint64_t); ++i) {
     const uint64_t word = Mix64(seed + i) & 0xBFFFBFFFBFFFBFFFull;
     std::memcpy(bytes.data() + i * sizeof(word), &word, sizeof(word));
@@ -64,7 +66,8 @@ inline std::vector<uint8_t> ContentOf(const SlotLayout& slot, const PageLocation
 class PagePutter {
  public:
   // `content`: what a unit holds, if not ContentOf.
-  using Content = std::function<std::vector<uint8_t>(const SlotLayout&, const PageLocation&, int layer, int head)>;
+  using Content = std::function<std::vector<uint8_t>(const SlotLayout&, const PageLocation&,
+                                                     int layer, int head)>;
   PagePutter(Arena* arena, SessionId session, uint32_t shard = 0, Content content = ContentOf)
       : arena_(*arena), session_(session), shard_(shard), content_(std::move(content)) {}
 
@@ -112,7 +115,8 @@ class PagePutter {
 
 // All units of pages, read through the store.
 struct UnitsRead {
-  UnitsRead(const Arena& arena, const std::vector<PageLocation>& pages) : slot(arena.memory().shape().slot) {
+  UnitsRead(const Arena& arena, const std::vector<PageLocation>& pages)
+      : slot(arena.memory().shape().slot) {
     size_t count = 0;
     uint8_t* const to = buffer.Reserve(pages.size() * slot.slot_bytes(), arena.store().place());
     std::memset(to, 0xEE, pages.size() * slot.slot_bytes());
@@ -120,7 +124,8 @@ struct UnitsRead {
     for (const PageLocation& page : pages) {
       for (int layer = 0; layer < slot.num_layers; ++layer) {
         for (int head = 0; head < slot.shard_heads; ++head) {
-          reads.push_back({{page.slot, static_cast<uint16_t>(layer), static_cast<uint16_t>(head), page.generation},
+          reads.push_back({{page.slot, static_cast<uint16_t>(layer), static_cast<uint16_t>(head),
+                            page.generation},
                            to + count++ * slot.unit_bytes});
         }
       }
@@ -142,8 +147,9 @@ struct UnitsRead {
 // One slot's header and records, read through the store.
 struct SummaryRead {
   SummaryRead(const Arena& arena, const PageLocation& page) : slot(arena.memory().shape().slot) {
-    const PageStore::Read read = {{page.slot, 0, 0, page.generation},
-                                  buffer.Reserve(sizeof(PageHeader) + slot.summary_bytes(), arena.store().place())};
+    const PageStore::Read read = {
+        {page.slot, 0, 0, page.generation},
+        buffer.Reserve(sizeof(PageHeader) + slot.summary_bytes(), arena.store().place())};
     arena.store().ReadSummaries({&read, 1}, {&valid, 1});
   }
   const uint8_t* records() const { return buffer.data() + sizeof(PageHeader); }

@@ -1,5 +1,5 @@
-// An arena in GPU memory as another process of the host maps it: the right bytes, never a write, and nothing lost with the
-// exporter's life.
+// An arena in GPU memory as another process of the host maps it: the right bytes, never a write,
+// and nothing lost with the exporter's life.
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -25,9 +25,9 @@
 namespace kvd {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::ContentOf;
 using testing::GpuOptions;
+using ::testing::HasSubstr;
 using testing::PagePutter;
 
 constexpr SessionId kWriter{1};
@@ -82,11 +82,12 @@ class Role {
 };
 
 std::unique_ptr<DescriptorListener> Serve(const std::string& path, const Arena& arena) {
-  auto listener = DescriptorListener::Make(path, [&arena](const DescriptorRequest&) -> absl::StatusOr<std::vector<int>> {
-    std::vector<int> descriptors;
-    for (const UniqueFd& fd : arena.memory().descriptors()) descriptors.push_back(fd.get());
-    return descriptors;
-  });
+  auto listener = DescriptorListener::Make(
+      path, [&arena](const DescriptorRequest&) -> absl::StatusOr<std::vector<int>> {
+        std::vector<int> descriptors;
+        for (const UniqueFd& fd : arena.memory().descriptors()) descriptors.push_back(fd.get());
+        return descriptors;
+      });
   EXPECT_TRUE(listener.ok()) << listener.status();
   return *std::move(listener);
 }
@@ -109,22 +110,26 @@ Counts ReadAll(const ArenaMemory& memory) {
   testing::DeviceArray<uint8_t> out(kSlots * slot.slot_bytes()), valid(kSlots * slot.num_units());
   for (uint32_t s = 1; s <= kSlots; ++s) {
     uint64_t generation = 0;
-    KVD_CUDA_OK(cudaMemcpy(&generation, memory.header(s), sizeof(generation), cudaMemcpyDeviceToHost));
+    KVD_CUDA_OK(
+        cudaMemcpy(&generation, memory.header(s), sizeof(generation), cudaMemcpyDeviceToHost));
     for (size_t u = 0; u < slot.num_units(); ++u) {
-      units.push_back({memory.slot_base(s) + u * slot.unit_bytes, memory.header(s), generation & ~uint64_t{1},
-                       out.data() + units.size() * slot.unit_bytes});
+      units.push_back({memory.slot_base(s) + u * slot.unit_bytes, memory.header(s),
+                       generation & ~uint64_t{1}, out.data() + units.size() * slot.unit_bytes});
       pages.push_back({s, generation & ~uint64_t{1}});
     }
   }
   testing::DeviceArray<GatherUnit> d_units(units);
-  KVD_CUDA_OK(LaunchGatherUnits(d_units.data(), static_cast<int64_t>(units.size()), slot.unit_bytes, valid.data(), nullptr));
+  KVD_CUDA_OK(LaunchGatherUnits(d_units.data(), static_cast<int64_t>(units.size()), slot.unit_bytes,
+                                valid.data(), nullptr));
   const std::vector<uint8_t> flags = valid.Download(), bytes = out.Download();
   Counts counts;
   for (size_t i = 0; i < units.size(); ++i) {
     const auto unit = static_cast<int>(i % slot.num_units());
-    const std::vector<uint8_t> want = ContentOf(slot, pages[i], unit / slot.shard_heads, unit % slot.shard_heads);
+    const std::vector<uint8_t> want =
+        ContentOf(slot, pages[i], unit / slot.shard_heads, unit % slot.shard_heads);
     (flags[i] != 0 ? counts.valid : counts.refused) += 1;
-    const bool same = std::memcmp(bytes.data() + i * slot.unit_bytes, want.data(), want.size()) == 0;
+    const bool same =
+        std::memcmp(bytes.data() + i * slot.unit_bytes, want.data(), want.size()) == 0;
     counts.wrong += flags[i] != 0 && !same ? 1 : 0;
   }
   return counts;
@@ -151,19 +156,23 @@ int ReadRole(const std::string& path) {
   return 0;
 }
 
-// Exit code 0: a kernel's write to the mapping faulted, as it must, and the runtime refused one of its own.
+// Exit code 0: a kernel's write to the mapping faulted, as it must, and the runtime refused one of
+// its own.
 int WriteRole(const std::string& path) {
   auto memory = Map(path);
   if (!memory.ok()) return 2;
   const cudaError_t by_runtime = cudaMemset((*memory)->unit(1, 0, 0), 0x55, 4096);
   (void)cudaGetLastError();
   const testing::DeviceArray<uint8_t> from(4096);
-  const testing::DeviceArray<PieceCopy> copy(std::vector<PieceCopy>{{from.data(), (*memory)->unit(1, 0, 0)}});
+  const testing::DeviceArray<PieceCopy> copy(
+      std::vector<PieceCopy>{{from.data(), (*memory)->unit(1, 0, 0)}});
   KVD_CUDA_OK(LaunchCopyPieces(copy.data(), 1, 4096, nullptr));
   const cudaError_t by_kernel = cudaDeviceSynchronize();
   std::printf("%s, %s\n", cudaGetErrorName(by_runtime), cudaGetErrorName(by_kernel));
   std::fflush(stdout);
-  _exit(by_runtime == cudaSuccess || by_kernel == cudaSuccess ? 3 : 0);  // after a fault nothing can be cleaned up
+  _exit(by_runtime == cudaSuccess || by_kernel == cudaSuccess
+            ? 3
+            : 0);  // after a fault nothing can be cleaned up
 }
 
 int ExportRole(const std::string& path) {
@@ -223,7 +232,8 @@ TEST_F(GpuArenaProcessTest, AnotherProcessReadsTheRightBytesWhileSlotsAreReseale
   writer.join();
   std::printf("valid, refused, wrong: %s", line.c_str());
   Counts counts;
-  ASSERT_EQ(std::sscanf(line.c_str(), "%d %d %d", &counts.valid, &counts.refused, &counts.wrong), 3);
+  ASSERT_EQ(std::sscanf(line.c_str(), "%d %d %d", &counts.valid, &counts.refused, &counts.wrong),
+            3);
   EXPECT_GT(counts.valid, 0);
   EXPECT_GT(counts.refused, 0);
   EXPECT_EQ(counts.wrong, 0);
@@ -262,7 +272,8 @@ TEST_F(GpuArenaProcessTest, DescriptorsThatAreNotTheArenasAreRefusedWithTheReaso
   const auto arena = Make();
   const auto copies = [&] {
     std::vector<UniqueFd> descriptors;
-    for (const UniqueFd& fd : arena->memory().descriptors()) descriptors.emplace_back(dup(fd.get()));
+    for (const UniqueFd& fd : arena->memory().descriptors())
+      descriptors.emplace_back(dup(fd.get()));
     return descriptors;
   };
   const ArenaShape shape = Shape();

@@ -1,4 +1,5 @@
-// An arena in GPU memory does what one in host memory does: the same calls, the same bytes, the same refusals.
+// An arena in GPU memory does what one in host memory does: the same calls, the same bytes, the
+// same refusals.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,9 +18,9 @@
 namespace kvd {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::ContentOf;
 using testing::GpuOptions;
+using ::testing::HasSubstr;
 using testing::PagePutter;
 using testing::SummaryRead;
 using testing::UnitsRead;
@@ -32,7 +33,8 @@ class GpuArenaTest : public ::testing::Test {
   void SetUp() override {
     if (const std::string why = testing::WhyNoGpu(); !why.empty()) GTEST_SKIP() << why;
   }
-  std::unique_ptr<Arena> Make(const KvGeometry& geometry, uint32_t slots, MemoryPlace place = OnGpu(0)) {
+  std::unique_ptr<Arena> Make(const KvGeometry& geometry, uint32_t slots,
+                              MemoryPlace place = OnGpu(0)) {
     ArenaOptions options = GpuOptions(geometry, slots, &clock_);
     options.place = place;
     return Make(std::move(options));
@@ -59,7 +61,8 @@ TEST_F(GpuArenaTest, PagesAreWhatWasWrittenInEverySlotAndCanaryIsThePrf) {
         for (int head = 0; head < slot.shard_heads; ++head) {
           EXPECT_EQ(read.valid[p * slot.num_units() + slot.unit_idx(layer, head)], 1);
           EXPECT_TRUE(read.Holds(p, layer, head, ContentOf(slot, pages[p], layer, head)));
-          EXPECT_FALSE(read.Holds(p, layer, head, ContentOf(slot, pages[(p + 1) % 9], layer, head)));
+          EXPECT_FALSE(
+              read.Holds(p, layer, head, ContentOf(slot, pages[(p + 1) % 9], layer, head)));
         }
       }
     }
@@ -78,8 +81,12 @@ TEST_F(GpuArenaTest, OnlyTheExactSealedGenerationIsValid) {
   PagePutter putter(arena.get(), kWriter);
   const PageLocation first = putter.Put();
   const PageLocation second = putter.Put();
-  const UnitsRead read(*arena, {first, {first.slot, first.generation + 2}, {first.slot, first.generation - 1},
-                                {first.slot, first.generation + 1}, {second.slot + 1, 1}, second});
+  const UnitsRead read(*arena, {first,
+                                {first.slot, first.generation + 2},
+                                {first.slot, first.generation - 1},
+                                {first.slot, first.generation + 1},
+                                {second.slot + 1, 1},
+                                second});
   const size_t units = read.slot.num_units();
   const std::vector<uint8_t> zeros(read.slot.unit_bytes);
   for (size_t p = 0; p < 6; ++p) {
@@ -94,16 +101,19 @@ TEST_F(GpuArenaTest, OnlyTheExactSealedGenerationIsValid) {
   EXPECT_EQ(Checksum64(stale.records(), 64), Checksum64(zeros.data(), 64));
 }
 
-// The largest difference of decoded centroids and coefficients between two slots' records, in units of their scale.
+// The largest difference of decoded centroids and coefficients between two slots' records, in units
+// of their scale.
 float RecordDistance(const KvGeometry& g, const SummaryRead& a, const SummaryRead& b) {
   float worst = 0;
   for (int layer = 0; layer < a.slot.num_layers; ++layer) {
     for (int head = 0; head < a.slot.shard_heads; ++head) {
       DecodedRecord x, y;
-      DecodeRecord(a.records() + a.slot.coarse_offset(layer, head), a.records() + a.slot.fine_offset(layer, head),
-                   g.head_dim, g.page_tokens, g.rank, &x);
-      DecodeRecord(b.records() + b.slot.coarse_offset(layer, head), b.records() + b.slot.fine_offset(layer, head),
-                   g.head_dim, g.page_tokens, g.rank, &y);
+      DecodeRecord(a.records() + a.slot.coarse_offset(layer, head),
+                   a.records() + a.slot.fine_offset(layer, head), g.head_dim, g.page_tokens, g.rank,
+                   &x);
+      DecodeRecord(b.records() + b.slot.coarse_offset(layer, head),
+                   b.records() + b.slot.fine_offset(layer, head), g.head_dim, g.page_tokens, g.rank,
+                   &y);
       float largest = 0, off = std::abs(x.tau - y.tau);
       for (int d = 0; d < g.head_dim; ++d) {
         largest = std::max(largest, std::abs(x.centroid[d]));
@@ -147,18 +157,21 @@ TEST_F(GpuArenaTest, HeaderAndRecordsAreThePagesAndAgreeWithTheHosts) {
 
 // A metric whose matrices differ by layer and head.
 std::string WriteMetric(const KvGeometry& g) {
-  const auto layers = static_cast<uint32_t>(g.num_layers), heads = static_cast<uint32_t>(g.num_kv_heads);
+  const auto layers = static_cast<uint32_t>(g.num_layers),
+             heads = static_cast<uint32_t>(g.num_kv_heads);
   const auto dim = static_cast<size_t>(g.head_dim);
   std::vector<uint8_t> bytes(256 + (4 * layers + 63) / 64 * 64);
   std::memcpy(bytes.data(), "KVDQMETR", 8);
   const uint32_t numbers[] = {1, 256, layers, heads, static_cast<uint32_t>(dim), 200};
   std::memcpy(bytes.data() + 8, numbers, sizeof(numbers));
   std::memcpy(bytes.data() + 32, "test", 4);
-  for (uint32_t layer = 0; layer < layers; ++layer) std::memcpy(bytes.data() + 256 + 4 * layer, &layer, 4);
+  for (uint32_t layer = 0; layer < layers; ++layer)
+    std::memcpy(bytes.data() + 256 + 4 * layer, &layer, 4);
   for (size_t matrix = 0; matrix < size_t{layers} * heads; ++matrix) {
     std::vector<float> s(dim * dim, 0.0f);
     for (size_t d = 0; d < dim; ++d) {
-      s[d * dim + d] = (Mix64(matrix * 1000 + d) % 4 == 0 ? 40.0f : 0.05f) * static_cast<float>(1 + matrix % 5);
+      s[d * dim + d] =
+          (Mix64(matrix * 1000 + d) % 4 == 0 ? 40.0f : 0.05f) * static_cast<float>(1 + matrix % 5);
     }
     const size_t at = bytes.size();
     bytes.resize(at + 4 * s.size());
@@ -168,8 +181,9 @@ std::string WriteMetric(const KvGeometry& g) {
   bytes.resize(bytes.size() + 8);
   std::memcpy(bytes.data() + bytes.size() - 8, &sum, 8);
   const std::string path = ::testing::TempDir() + "/gpu_arena_metric";
-  std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(bytes.data()),
-                                              static_cast<std::streamsize>(bytes.size()));
+  std::ofstream(path, std::ios::binary)
+      .write(reinterpret_cast<const char*>(bytes.data()),
+             static_cast<std::streamsize>(bytes.size()));
   return path;
 }
 
@@ -186,7 +200,9 @@ TEST_F(GpuArenaTest, EachUnitIsBuiltWithItsOwnMetric) {
     arenas[i] = Make(std::move(options));
   }
   // The same bytes in every unit, so that only the metric can make records differ.
-  const auto same = [](const SlotLayout& slot, const PageLocation& at, int, int) { return ContentOf(slot, at, 0, 0); };
+  const auto same = [](const SlotLayout& slot, const PageLocation& at, int, int) {
+    return ContentOf(slot, at, 0, 0);
+  };
   const SummaryLayout summary = MakeSummaryLayout(g);
   int other_differs = 0;
   for (const uint32_t shard : {0u, 1u}) {
@@ -198,7 +214,9 @@ TEST_F(GpuArenaTest, EachUnitIsBuiltWithItsOwnMetric) {
       for (int head = 0; head < gpu.slot.shard_heads; ++head) {
         const auto tau = [&](const SummaryRead& read, int of_head) {
           uint16_t bits;
-          std::memcpy(&bits, read.records() + read.slot.coarse_offset(layer, of_head) + summary.coarse[kTau], 2);
+          std::memcpy(
+              &bits,
+              read.records() + read.slot.coarse_offset(layer, of_head) + summary.coarse[kTau], 2);
           return FromBf16(bits);
         };
         EXPECT_NEAR(tau(gpu, head), tau(host, head), 0.03f * tau(host, head));
@@ -236,7 +254,8 @@ TEST_F(GpuArenaTest, PageWithNanIsRefusedInTheHostsWords) {
     EXPECT_EQ(UnitsRead(*arena, {{reserved.slot, 2}}).valid[0], 0);
   }
   EXPECT_EQ(messages[0], messages[1]);
-  EXPECT_THAT(messages[0], HasSubstr("layer 2, head 3 of shard 1, token 5: V is NaN or Inf at dimension 77"));
+  EXPECT_THAT(messages[0],
+              HasSubstr("layer 2, head 3 of shard 1, token 5: V is NaN or Inf at dimension 77"));
 }
 
 TEST_F(GpuArenaTest, CopiesBetweenHostAndGpuAreTheSameBytesAndDamagedOnesAreRefused) {
@@ -252,7 +271,8 @@ TEST_F(GpuArenaTest, CopiesBetweenHostAndGpuAreTheSameBytesAndDamagedOnesAreRefu
     for (const Damage damage : {kUnit, kRecords, kChecksum, kNone}) {
       const ReserveOutcome::Page reserved = testing::ReserveOne(to.get(), kMover, 0);
       ASSERT_EQ(reserved.state, ReserveOutcome::State::kNew);
-      uint8_t* const units = copy.Reserve(slot.slot_bytes() + slot.summary_bytes(), to->store().place());
+      uint8_t* const units =
+          copy.Reserve(slot.slot_bytes() + slot.summary_bytes(), to->store().place());
       uint8_t* const records = units + slot.slot_bytes();
       std::memcpy(units, bytes.units, slot.slot_bytes());
       std::memcpy(records, bytes.records, slot.summary_bytes());
@@ -263,7 +283,8 @@ TEST_F(GpuArenaTest, CopiesBetweenHostAndGpuAreTheSameBytesAndDamagedOnesAreRefu
         ASSERT_TRUE(pin.ok());
         for (int layer = 0; layer < slot.num_layers; ++layer) {
           for (int head = 0; head < slot.shard_heads; ++head) {
-            const PageStore::UnitWrite write = {pin->slot(), layer, head, units + slot.unit_offset(layer, head)};
+            const PageStore::UnitWrite write = {pin->slot(), layer, head,
+                                                units + slot.unit_offset(layer, head)};
             to->store().WriteUnits({&write, 1});
             pin->MarkReceived(layer, head);
           }
@@ -272,7 +293,8 @@ TEST_F(GpuArenaTest, CopiesBetweenHostAndGpuAreTheSameBytesAndDamagedOnesAreRefu
         to->store().WriteRecords({&write, 1});
         pin->MarkRecordsReceived();
       }
-      const auto sealed = to->SealCopy(kMover, reserved.ticket, bytes.summary_checksum + (damage == kChecksum ? 1 : 0));
+      const auto sealed = to->SealCopy(kMover, reserved.ticket,
+                                       bytes.summary_checksum + (damage == kChecksum ? 1 : 0));
       if (damage != kNone) {
         EXPECT_EQ(sealed.status().code(), absl::StatusCode::kDataLoss) << damage;
         const char* what = damage == kUnit ? "layer 2, head 1" : "the records' checksum";
@@ -312,8 +334,9 @@ TEST_F(GpuArenaTest, ManyThreadsSealAtOnce) {
   EXPECT_TRUE(outcome.failures.empty());
   for (size_t i = 0; i < reserved.size(); i += 5) {
     const UnitsRead read(*arena, {{reserved[i].slot, 2}});
-    EXPECT_TRUE(read.Holds(0, slot.num_layers - 1, 7,
-                           testing::UnitBytes(arena->geometry(), static_cast<int>(i), 0, slot.num_layers - 1, 7)));
+    EXPECT_TRUE(read.Holds(
+        0, slot.num_layers - 1, 7,
+        testing::UnitBytes(arena->geometry(), static_cast<int>(i), 0, slot.num_layers - 1, 7)));
   }
 }
 
@@ -321,7 +344,8 @@ TEST_F(GpuArenaTest, SessionThatEndsWhileItsPageIsSealedLeavesNoSlotThatLooksSea
   const auto arena = Make(testing::TinyGeometry(), 1);
   testing::EndSessionsWhileTheySeal(arena.get(), 500, [&](uint32_t slot) {
     uint64_t generation = 0;
-    KVD_CUDA_OK(cudaMemcpy(&generation, arena->memory().header(slot), sizeof(generation), cudaMemcpyDeviceToHost));
+    KVD_CUDA_OK(cudaMemcpy(&generation, arena->memory().header(slot), sizeof(generation),
+                           cudaMemcpyDeviceToHost));
     return generation;
   });
 }
@@ -354,7 +378,8 @@ TEST_F(GpuArenaTest, VerifierFindsAFlippedBitOfAUnitAndOfARecord) {
 // Pages that a writer seals, releases and lets go, and readers take without a lock.
 class Churn {
  public:
-  explicit Churn(Arena* arena) : arena_(*arena), putter_(arena, kWriter), slot_(arena->memory().shape().slot) {}
+  explicit Churn(Arena* arena)
+      : arena_(*arena), putter_(arena, kWriter), slot_(arena->memory().shape().slot) {}
 
   void PutOne() {
     const PageLocation at = putter_.Put();
@@ -392,7 +417,8 @@ void ReadOnDevice(const Arena& arena, Churn* churn, std::atomic<bool>* stop, Tal
   const SlotLayout slot = arena.memory().shape().slot;
   const size_t most = 3 * slot.num_units();
   const testing::Stream stream;
-  testing::DeviceArray<uint8_t> out(most * slot.unit_bytes), plain(most * slot.unit_bytes), valid(most);
+  testing::DeviceArray<uint8_t> out(most * slot.unit_bytes), plain(most * slot.unit_bytes),
+      valid(most);
   testing::DeviceArray<GatherUnit> d_units(most);
   testing::DeviceArray<PieceCopy> d_copies(most);
   while (!stop->load()) {
@@ -411,16 +437,20 @@ void ReadOnDevice(const Arena& arena, Churn* churn, std::atomic<bool>* stop, Tal
     const auto count = static_cast<int64_t>(units.size());
     d_units.Upload(units);
     d_copies.Upload(copies);
-    KVD_CUDA_OK(LaunchGatherUnits(d_units.data(), count, slot.unit_bytes, valid.data(), stream.get()));
+    KVD_CUDA_OK(
+        LaunchGatherUnits(d_units.data(), count, slot.unit_bytes, valid.data(), stream.get()));
     KVD_CUDA_OK(LaunchCopyPieces(d_copies.data(), count, slot.unit_bytes, stream.get()));
     stream.Wait();
-    const std::vector<uint8_t> bytes = out.Download(), flags = valid.Download(), torn = plain.Download();
+    const std::vector<uint8_t> bytes = out.Download(), flags = valid.Download(),
+                               torn = plain.Download();
     for (size_t i = 0; i < units.size(); ++i) {
       const PageLocation& page = pages[i / slot.num_units()];
       const size_t unit = i % slot.num_units();
-      tally->unguarded_wrong += churn->IsRight(page, unit, torn.data() + i * slot.unit_bytes) ? 0 : 1;
+      tally->unguarded_wrong +=
+          churn->IsRight(page, unit, torn.data() + i * slot.unit_bytes) ? 0 : 1;
       (flags[i] != 0 ? tally->valid : tally->refused) += 1;
-      if (flags[i] != 0) tally->wrong += churn->IsRight(page, unit, bytes.data() + i * slot.unit_bytes) ? 0 : 1;
+      if (flags[i] != 0)
+        tally->wrong += churn->IsRight(page, unit, bytes.data() + i * slot.unit_bytes) ? 0 : 1;
     }
   }
 }
@@ -435,7 +465,9 @@ void ReadThroughStore(const Arena& arena, Churn* churn, std::atomic<bool>* stop,
       (read.valid[i] != 0 ? tally->valid : tally->refused) += 1;
       if (read.valid[i] == 0) continue;
       tally->wrong += churn->IsRight(pages[i / read.slot.num_units()], i % read.slot.num_units(),
-                                     read.buffer.data() + i * read.slot.unit_bytes) ? 0 : 1;
+                                     read.buffer.data() + i * read.slot.unit_bytes)
+                          ? 0
+                          : 1;
     }
     const SummaryRead summary(arena, pages[0]);
     if (summary.valid == 0) continue;
@@ -462,9 +494,11 @@ TEST_F(GpuArenaTest, NoReaderOfAnyKindPassesBytesOfAnotherGenerationWhileSlotsAr
     stop = true;
     device_reader.join();
     store_reader.join();
-    std::printf("%d reseals; kernels: %d valid, %d refused, %d wrong without the guard; store: %d valid, %d refused\n",
-                reseals, on_device.valid.load(), on_device.refused.load(), on_device.unguarded_wrong.load(),
-                in_store.valid.load(), in_store.refused.load());
+    std::printf(
+        "%d reseals; kernels: %d valid, %d refused, %d wrong without the guard; store: %d valid, "
+        "%d refused\n",
+        reseals, on_device.valid.load(), on_device.refused.load(), on_device.unguarded_wrong.load(),
+        in_store.valid.load(), in_store.refused.load());
     EXPECT_EQ(on_device.wrong, 0);
     EXPECT_EQ(in_store.wrong, 0);
     EXPECT_GT(on_device.valid, 0);

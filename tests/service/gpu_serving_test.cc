@@ -39,10 +39,12 @@ std::unique_ptr<UcxWorker> ClientWorker() {
 
 // Items of one list, fetched; each destination was 0xEE before.
 struct Fetched {
-  Fetched(Fetcher* fetcher, const std::vector<FetchEntry>& entries, size_t item_bytes, bool summaries = false)
+  Fetched(Fetcher* fetcher, const std::vector<FetchEntry>& entries, size_t item_bytes,
+          bool summaries = false)
       : item(item_bytes), bytes(entries.size() * item_bytes, 0xEE), valid(entries.size(), 0xEE) {
     std::vector<uint8_t*> destinations;
-    for (size_t i = 0; i < entries.size(); ++i) destinations.push_back(bytes.data() + i * item_bytes);
+    for (size_t i = 0; i < entries.size(); ++i)
+      destinations.push_back(bytes.data() + i * item_bytes);
     FetchList list;
     list.entries = entries;
     list.destinations = destinations.data();
@@ -72,8 +74,9 @@ TEST_F(GpuServingTest, UnitsComeInByIngestAndGoOutByFetchOverUcx) {
   const v1::AttachReply offer = daemon.Attach();
   const SlotLayout slot = daemon.arena->memory().shape().slot;
   const auto worker = ClientWorker();
-  auto ingest = IngestChannel::Connect(worker.get(), offer.ucx().worker_address(), IncarnationOf(offer), TokenOf(offer),
-                                       slot.unit_bytes, absl::Seconds(5));
+  auto ingest =
+      IngestChannel::Connect(worker.get(), offer.ucx().worker_address(), IncarnationOf(offer),
+                             TokenOf(offer), slot.unit_bytes, absl::Seconds(5));
   ASSERT_TRUE(ingest.ok()) << ingest.status();
   constexpr uint64_t kPages = 64;  // 2 MiB: several pieces
   std::vector<std::vector<uint8_t>> contents;
@@ -82,7 +85,8 @@ TEST_F(GpuServingTest, UnitsComeInByIngestAndGoOutByFetchOverUcx) {
   for (uint64_t page = 0; page < kPages; ++page) {
     tickets.push_back(daemon.Reserve(offer, page));
     for (int layer = 0; layer < slot.num_layers; ++layer) {
-      for (int head = 0; head < slot.shard_heads; ++head) contents.push_back(UnitBytes(slot, page, 3, layer, head));
+      for (int head = 0; head < slot.shard_heads; ++head)
+        contents.push_back(UnitBytes(slot, page, 3, layer, head));
     }
   }
   for (size_t i = 0; i < contents.size(); ++i) {
@@ -98,14 +102,14 @@ TEST_F(GpuServingTest, UnitsComeInByIngestAndGoOutByFetchOverUcx) {
     ASSERT_TRUE(sealed.ok()) << sealed.status();
     for (size_t u = 0; u < slot.num_units(); ++u) {
       const auto heads = static_cast<size_t>(slot.shard_heads);
-      entries.push_back({sealed->location.slot, static_cast<uint16_t>(u / heads), static_cast<uint16_t>(u % heads),
-                         sealed->location.generation});
+      entries.push_back({sealed->location.slot, static_cast<uint16_t>(u / heads),
+                         static_cast<uint16_t>(u % heads), sealed->location.generation});
     }
   }
   std::vector<FetchEntry> asked = entries;
   for (size_t i = 0; i < asked.size(); i += 7) asked[i].generation += 2;  // never sealed
-  auto fetcher = UcxFetcher::Connect(worker.get(), offer.ucx().worker_address(), IncarnationOf(offer), TokenOf(offer),
-                                     slot, absl::Seconds(5));
+  auto fetcher = UcxFetcher::Connect(worker.get(), offer.ucx().worker_address(),
+                                     IncarnationOf(offer), TokenOf(offer), slot, absl::Seconds(5));
   ASSERT_TRUE(fetcher.ok()) << fetcher.status();
   const Fetched fetched(fetcher->get(), asked, slot.unit_bytes);
   ASSERT_EQ(fetched.code, absl::StatusCode::kOk);
@@ -144,8 +148,8 @@ TEST_F(GpuServingTest, EachArenaIsOfferedByThePathOfItsMemoryAndItsDescriptorsAr
   EXPECT_THAT(PrintConfig(config), HasSubstr("gpu: 0"));
   auto server = Server::Start(config);
   ASSERT_TRUE(server.ok()) << server.status();
-  const auto stub = v1::Pool::NewStub(
-      grpc::CreateChannel((*server)->ready().control_address(), grpc::InsecureChannelCredentials()));
+  const auto stub = v1::Pool::NewStub(grpc::CreateChannel((*server)->ready().control_address(),
+                                                          grpc::InsecureChannelCredentials()));
   const auto attach = [&](const std::string& model) {
     v1::AttachRequest request;
     request.set_protocol_min(kProtocolVersion);
@@ -191,7 +195,8 @@ TEST_F(GpuServingTest, PagesMoveBetweenHostAndGpuAndArriveWhole) {
   auto server = Server::Start(TwoArenas(directory));
   ASSERT_TRUE(server.ok()) << server.status();
   const std::string address = (*server)->ready().control_address();
-  const auto admin = v1::Admin::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+  const auto admin =
+      v1::Admin::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
   const auto worker = ClientWorker();
   SteadyClock clock;
   for (const bool to_gpu : {true, false}) {

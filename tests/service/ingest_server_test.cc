@@ -1,5 +1,5 @@
-// Units on their way in: stored where their ticket says, acknowledged one by one, and refused for anyone
-// else's reservation.
+// Units on their way in: stored where their ticket says, acknowledged one by one, and refused for
+// anyone else's reservation.
 
 #include "service/ingest_server.h"
 
@@ -35,8 +35,9 @@ class IngestServerTest : public testing::Test {
     worker_.reset();
   }
   std::unique_ptr<IngestChannel> Connect(const locks_kvd::v1::AttachReply& offer) {
-    auto channel = IngestChannel::Connect(worker_.get(), offer.ucx().worker_address(), IncarnationOf(offer),
-                                          TokenOf(offer), slot_.unit_bytes, absl::Seconds(5));
+    auto channel =
+        IngestChannel::Connect(worker_.get(), offer.ucx().worker_address(), IncarnationOf(offer),
+                               TokenOf(offer), slot_.unit_bytes, absl::Seconds(5));
     EXPECT_TRUE(channel.ok()) << channel.status();
     return *std::move(channel);
   }
@@ -45,8 +46,10 @@ class IngestServerTest : public testing::Test {
     std::vector<IngestUnit> units;
     for (int layer = 0; layer < slot_.num_layers; ++layer) {
       for (int head = 0; head < slot_.shard_heads; ++head) {
-        bytes_.push_back(std::make_unique<std::vector<uint8_t>>(UnitBytes(slot_, page, 1, layer, head)));
-        units.push_back({ticket, static_cast<uint16_t>(layer), static_cast<uint16_t>(head), bytes_.back()->data()});
+        bytes_.push_back(
+            std::make_unique<std::vector<uint8_t>>(UnitBytes(slot_, page, 1, layer, head)));
+        units.push_back({ticket, static_cast<uint16_t>(layer), static_cast<uint16_t>(head),
+                         bytes_.back()->data()});
       }
     }
     return units;
@@ -57,8 +60,8 @@ class IngestServerTest : public testing::Test {
     for (int layer = 0; layer < slot_.num_layers; ++layer) {
       for (int head = 0; head < slot_.shard_heads; ++head) {
         const std::vector<uint8_t> expected = UnitBytes(slot_, page, 1, layer, head);
-        EXPECT_EQ(std::memcmp(daemon_->arena->memory().unit(sealed->location.slot, layer, head), expected.data(),
-                              expected.size()),
+        EXPECT_EQ(std::memcmp(daemon_->arena->memory().unit(sealed->location.slot, layer, head),
+                              expected.data(), expected.size()),
                   0);
       }
     }
@@ -81,11 +84,14 @@ TEST_F(IngestServerTest, UnitsOfManyPagesArriveInAnyOrderAndSealRight) {
   }
   std::reverse(units.begin(), units.end());
   ASSERT_TRUE(channel_->Send(units, absl::Seconds(10)).ok());
-  for (uint64_t page = 0; page < tickets.size(); ++page) ExpectSealedRight(offer_, tickets[page], page);
+  for (uint64_t page = 0; page < tickets.size(); ++page)
+    ExpectSealedRight(offer_, tickets[page], page);
   EXPECT_EQ(daemon_->ingests->num_bytes(), units.size() * slot_.unit_bytes);
 }
 
-TEST_F(IngestServerTest, NothingToSendIsOk) { EXPECT_TRUE(channel_->Send({}, absl::Seconds(1)).ok()); }
+TEST_F(IngestServerTest, NothingToSendIsOk) {
+  EXPECT_TRUE(channel_->Send({}, absl::Seconds(1)).ok());
+}
 
 TEST_F(IngestServerTest, UnknownTicketsAreNamedAndOthersAreStored) {
   const uint64_t ticket = daemon_->Reserve(offer_, 1);
@@ -95,7 +101,8 @@ TEST_F(IngestServerTest, UnknownTicketsAreNamedAndOthersAreStored) {
   const absl::Status status = channel_->Send(units, absl::Seconds(5));
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("1 of 9 units"), absl::string_view::npos) << status;
-  EXPECT_NE(status.message().find(std::to_string(units[3].ticket)), absl::string_view::npos) << status;
+  EXPECT_NE(status.message().find(std::to_string(units[3].ticket)), absl::string_view::npos)
+      << status;
   ExpectSealedRight(offer_, ticket, 1);
   EXPECT_EQ(daemon_->ingests->num_refused_units(), 1u);
 }
@@ -105,7 +112,8 @@ TEST_F(IngestServerTest, AnotherSessionsReservationIsOutOfReach) {
   ASSERT_TRUE(channel_->Send(Units(ticket, 1), absl::Seconds(5)).ok());
   const locks_kvd::v1::AttachReply thief = daemon_->Attach();
   std::vector<IngestUnit> units = Units(ticket, 666);
-  EXPECT_EQ(Connect(thief)->Send(units, absl::Seconds(5)).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Connect(thief)->Send(units, absl::Seconds(5)).code(),
+            absl::StatusCode::kFailedPrecondition);
   ExpectSealedRight(offer_, ticket, 1);
 }
 
@@ -114,17 +122,21 @@ TEST_F(IngestServerTest, UnitsOutOfRangeOrAfterTheSealAreRefused) {
   std::vector<IngestUnit> units = Units(ticket, 1);
   IngestUnit bad = units[0];
   bad.layer = 4;
-  EXPECT_EQ(channel_->Send({&bad, 1}, absl::Seconds(5)).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(channel_->Send({&bad, 1}, absl::Seconds(5)).code(),
+            absl::StatusCode::kFailedPrecondition);
   bad = units[0];
   bad.head = 2;
-  EXPECT_EQ(channel_->Send({&bad, 1}, absl::Seconds(5)).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(channel_->Send({&bad, 1}, absl::Seconds(5)).code(),
+            absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(channel_->Send(units, absl::Seconds(5)).ok());
   ExpectSealedRight(offer_, ticket, 1);
   const std::vector<uint8_t> other = UnitBytes(slot_, 9, 9, 0, 0);
   bad = units[0];
   bad.bytes = other.data();
   EXPECT_FALSE(channel_->Send({&bad, 1}, absl::Seconds(5)).ok());
-  EXPECT_NE(std::memcmp(daemon_->arena->memory().unit(static_cast<uint32_t>(ticket), 0, 0), other.data(), other.size()), 0);
+  EXPECT_NE(std::memcmp(daemon_->arena->memory().unit(static_cast<uint32_t>(ticket), 0, 0),
+                        other.data(), other.size()),
+            0);
 }
 
 TEST_F(IngestServerTest, AnEndedSessionIsAborted) {
@@ -135,11 +147,13 @@ TEST_F(IngestServerTest, AnEndedSessionIsAborted) {
 }
 
 TEST_F(IngestServerTest, AWrongUnitSizeIsInvalid) {
-  auto channel = IngestChannel::Connect(worker_.get(), offer_.ucx().worker_address(), IncarnationOf(offer_),
-                                        TokenOf(offer_), slot_.unit_bytes - 8, absl::Seconds(5));
+  auto channel =
+      IngestChannel::Connect(worker_.get(), offer_.ucx().worker_address(), IncarnationOf(offer_),
+                             TokenOf(offer_), slot_.unit_bytes - 8, absl::Seconds(5));
   ASSERT_TRUE(channel.ok());
   const uint64_t ticket = daemon_->Reserve(offer_, 1);
-  EXPECT_EQ((*channel)->Send(Units(ticket, 1), absl::Seconds(5)).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ((*channel)->Send(Units(ticket, 1), absl::Seconds(5)).code(),
+            absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(daemon_->ingests->num_malformed(), 1u);
 }
 
@@ -160,10 +174,12 @@ TEST_F(IngestServerTest, ManyThreadsAndSessionsSendAtOnce) {
         std::vector<std::vector<uint8_t>> bytes;
         std::vector<IngestUnit> units;
         for (size_t i = 0; i < slot_.num_units(); ++i) {
-          bytes.push_back(UnitBytes(slot_, page, 1, static_cast<int>(i) / 2, static_cast<int>(i) % 2));
+          bytes.push_back(
+              UnitBytes(slot_, page, 1, static_cast<int>(i) / 2, static_cast<int>(i) % 2));
         }
         for (size_t i = 0; i < slot_.num_units(); ++i) {
-          units.push_back({ticket, static_cast<uint16_t>(i / 2), static_cast<uint16_t>(i % 2), bytes[i].data()});
+          units.push_back({ticket, static_cast<uint16_t>(i / 2), static_cast<uint16_t>(i % 2),
+                           bytes[i].data()});
         }
         ASSERT_TRUE(channel->Send(units, absl::Seconds(10)).ok());
         ExpectSealedRight(offer, ticket, page);
@@ -179,21 +195,24 @@ TEST(IngestToAFrozenDaemonTest, MeetsTheDeadlineAndTheCallersMemoryIsItsOwnAgain
   options.devices = "lo";
   const std::unique_ptr<UcxWorker> worker = *UcxWorker::Make(options);
   const SlotLayout slot = ShapeOf(child.offer).slot;
-  auto channel = IngestChannel::Connect(worker.get(), child.offer.ucx().worker_address(), IncarnationOf(child.offer),
-                                        TokenOf(child.offer), slot.unit_bytes, absl::Seconds(5));
+  auto channel = IngestChannel::Connect(worker.get(), child.offer.ucx().worker_address(),
+                                        IncarnationOf(child.offer), TokenOf(child.offer),
+                                        slot.unit_bytes, absl::Seconds(5));
   ASSERT_TRUE(channel.ok()) << channel.status();
   child.Signal(SIGSTOP);
   auto bytes = std::make_unique<std::vector<uint8_t>>(slot.unit_bytes, 1);
   const std::vector<IngestUnit> units(1000, {7, 0, 0, bytes->data()});
   const absl::Time start = absl::Now();
-  EXPECT_EQ((*channel)->Send(units, absl::Milliseconds(200)).code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ((*channel)->Send(units, absl::Milliseconds(200)).code(),
+            absl::StatusCode::kDeadlineExceeded);
   EXPECT_LT(absl::Now() - start, absl::Seconds(3));
   bytes.reset();  // under asan, a later read of it would be seen
   child.Signal(SIGCONT);
   absl::SleepFor(absl::Milliseconds(100));
   const std::vector<uint8_t> more(slot.unit_bytes, 1);
   const IngestUnit unit = {7, 0, 0, more.data()};
-  EXPECT_EQ((*channel)->Send({&unit, 1}, absl::Seconds(5)).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ((*channel)->Send({&unit, 1}, absl::Seconds(5)).code(),
+            absl::StatusCode::kFailedPrecondition);
 }
 
 TEST(IngestToADeadDaemonTest, IsUnavailableOrLateButEnds) {
@@ -202,8 +221,9 @@ TEST(IngestToADeadDaemonTest, IsUnavailableOrLateButEnds) {
   options.devices = "lo";
   const std::unique_ptr<UcxWorker> worker = *UcxWorker::Make(options);
   const SlotLayout slot = ShapeOf(child.offer).slot;
-  auto channel = IngestChannel::Connect(worker.get(), child.offer.ucx().worker_address(), IncarnationOf(child.offer),
-                                        TokenOf(child.offer), slot.unit_bytes, absl::Seconds(5));
+  auto channel = IngestChannel::Connect(worker.get(), child.offer.ucx().worker_address(),
+                                        IncarnationOf(child.offer), TokenOf(child.offer),
+                                        slot.unit_bytes, absl::Seconds(5));
   ASSERT_TRUE(channel.ok()) << channel.status();
   child.Kill();
   const std::vector<uint8_t> bytes(slot.unit_bytes, 1);

@@ -129,7 +129,9 @@ TEST_F(MetricsTest, FiguresOfArenasAddUp) {
 }
 
 TEST_F(MetricsTest, APoolsFiguresAreShownAndOfADaemonAloneTheyAreZero) {
-  metrics_.moves.pages[static_cast<size_t>(Carrier::kUcx)][static_cast<size_t>(MoveReason::kReplica)].Add(5);
+  metrics_.moves
+      .pages[static_cast<size_t>(Carrier::kUcx)][static_cast<size_t>(MoveReason::kReplica)]
+      .Add(5);
   EXPECT_THAT(Scrape(), HasSubstr("locks_kvd_members{state=\"listed\"} 0\n"));
   snapshot_.membership = MembershipFigures{4, 1, absl::Seconds(90)};
   snapshot_.members = 3;

@@ -1,5 +1,5 @@
-// A daemon as a bulk move sees it: arena, sessions, data plane and control plane in the test's process, with a stand-in for
-// the library of bulk moves.
+// A daemon as a bulk move sees it: arena, sessions, data plane and control plane in the test's
+// process, with a stand-in for the library of bulk moves.
 
 #ifndef LOCKS_KVD_TESTS_SERVICE_MOVE_FIXTURE_H_
 #define LOCKS_KVD_TESTS_SERVICE_MOVE_FIXTURE_H_
@@ -26,11 +26,13 @@ namespace kvd::testing {
 
 class MoveDaemon {
  public:
-  MoveDaemon(absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> library, absl::Duration watchdog,
-             uint64_t arena_bytes = uint64_t{4} << 20)
+  MoveDaemon(absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> library,
+             absl::Duration watchdog, uint64_t arena_bytes = uint64_t{4} << 20)
       : data(OptionsFor(arena_bytes)) {
-    moves = std::make_unique<MoveReceiver>(MoveReceiver::Options{
-        .sessions = data.sessions.get(), .clock = &clock, .library = std::move(library), .watchdog = watchdog});
+    moves = std::make_unique<MoveReceiver>(MoveReceiver::Options{.sessions = data.sessions.get(),
+                                                                 .clock = &clock,
+                                                                 .library = std::move(library),
+                                                                 .watchdog = watchdog});
     PoolOptions options;
     options.sessions = data.sessions.get();
     options.sealer = &sealer;
@@ -76,7 +78,8 @@ class MoveDaemon {
     for (int layer = 0; layer < slot.num_layers; ++layer) {
       for (int head = 0; head < slot.shard_heads; ++head) {
         const std::vector<uint8_t> bytes = UnitBytes(slot, page, 1, layer, head);
-        if (std::memcmp(data.arena->memory().unit(copy.location.slot, layer, head), bytes.data(), bytes.size()) != 0) {
+        if (std::memcmp(data.arena->memory().unit(copy.location.slot, layer, head), bytes.data(),
+                        bytes.size()) != 0) {
           return false;
         }
       }

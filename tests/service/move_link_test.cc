@@ -1,5 +1,5 @@
-// Both ends of a communicator with every fault of the stand-in: who waits is let go, and what the library may still touch
-// is kept until it cannot.
+// Both ends of a communicator with every fault of the stand-in: who waits is let go, and what the
+// library may still touch is kept until it cannot.
 
 #include "service/move_link.h"
 
@@ -15,8 +15,8 @@
 namespace kvd {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::Eventually;
+using ::testing::HasSubstr;
 using testing::StandInLibrary;
 
 absl::Status Always() { return absl::OkStatus(); }
@@ -25,8 +25,12 @@ class MoveLinkTest : public ::testing::Test {
  protected:
   std::unique_ptr<MoveLink> Link(const std::shared_ptr<const StandInLibrary>& library, MoveEnd end,
                                  absl::Duration watchdog = absl::Seconds(30)) {
-    return std::make_unique<MoveLink>(MoveLink::Options{
-        .library = library, .id = id_, .end = end, .place = {}, .watchdog = watchdog, .memory = memory_});
+    return std::make_unique<MoveLink>(MoveLink::Options{.library = library,
+                                                        .id = id_,
+                                                        .end = end,
+                                                        .place = {},
+                                                        .watchdog = watchdog,
+                                                        .memory = memory_});
   }
   // Two ends that have joined; the one that is to fail has the short watchdog.
   void JoinBoth(absl::Duration from = absl::Seconds(30), absl::Duration to = absl::Seconds(30)) {
@@ -81,7 +85,8 @@ TEST_F(MoveLinkTest, TheWatchdogEndsAJoinThatNeverEnds) {
   source_ = Link(from_, MoveEnd::kSource, absl::Milliseconds(50));
   const absl::Status status = source_->Wait(Always);
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("joining the communicator: the watchdog ended it after 50 ms"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("joining the communicator: the watchdog ended it after 50 ms"));
   EXPECT_TRUE(Eventually([&] { return source_->ended(); }));
   EXPECT_EQ(from_->counts.aborted, 1);
   EXPECT_EQ(from_->counts.alive, 0);
@@ -122,9 +127,8 @@ TEST_F(MoveLinkTest, WhoWaitsCanStopAndThatAborts) {
   JoinBoth();
   destination_->Receive(In(), nullptr);
   int asked = 0;
-  const absl::Status status = destination_->Wait([&] {
-    return ++asked < 3 ? absl::OkStatus() : absl::CancelledError("the caller has gone");
-  });
+  const absl::Status status = destination_->Wait(
+      [&] { return ++asked < 3 ? absl::OkStatus() : absl::CancelledError("the caller has gone"); });
   EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
   EXPECT_TRUE(Eventually([&] { return to_->counts.aborted == 1 && destination_->ended(); }));
 }
@@ -134,7 +138,8 @@ TEST_F(MoveLinkTest, ACallThatDoesNotComeBackHoldsNobodyButItsThread) {
   source_ = Link(from_, MoveEnd::kSource, absl::Milliseconds(50));
   const absl::Status status = source_->Wait(Always);
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("the library does not come back from a call"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("the library does not come back from a call"));
   EXPECT_FALSE(source_->ended());
   from_->faults.stuck = false;
   EXPECT_TRUE(Eventually([&] { return source_->ended(); }));
@@ -149,7 +154,8 @@ TEST_F(MoveLinkTest, AnIdThatIsNoneIsRefused) {
   EXPECT_TRUE(Eventually([&] { return link.ended(); }));
 }
 
-// What is still under way when the daemon ends: its memory outlives everything, even once the library lets go.
+// What is still under way when the daemon ends: its memory outlives everything, even once the
+// library lets go.
 TEST_F(MoveLinkTest, WhatNeverEndsIsLeftAloneWithItsMemory) {
   to_->faults.never_quiet = true;
   JoinBoth();

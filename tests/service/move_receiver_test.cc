@@ -13,8 +13,8 @@ namespace kvd {
 namespace {
 
 namespace v1 = locks_kvd::v1;
-using ::testing::HasSubstr;
 using testing::Eventually;
+using ::testing::HasSubstr;
 using testing::MoveDaemon;
 using testing::StandInLibrary;
 
@@ -46,7 +46,8 @@ class MoveReceiverTest : public ::testing::Test {
     token_ = attached->token;
     session_.set_token(token_.data(), token_.size());
     session_.set_incarnation(daemon_.data.incarnation.data(), daemon_.data.incarnation.size());
-    stub_ = v1::Pool::NewStub(grpc::CreateChannel(daemon_.address, grpc::InsecureChannelCredentials()));
+    stub_ =
+        v1::Pool::NewStub(grpc::CreateChannel(daemon_.address, grpc::InsecureChannelCredentials()));
   }
   v1::MoveRequest Hello() const {
     v1::MoveRequest request;
@@ -65,7 +66,8 @@ class MoveReceiverTest : public ::testing::Test {
     request.mutable_pages()->mutable_tickets()->Add(tickets.begin(), tickets.end());
     return request;
   }
-  // Up to the point where pages may be named. The other end of the communicator is this test's link.
+  // Up to the point where pages may be named. The other end of the communicator is this test's
+  // link.
   std::unique_ptr<RawMove> Joined() {
     auto move = std::make_unique<RawMove>(stub_.get());
     EXPECT_TRUE(move->Say(Hello()));
@@ -92,14 +94,16 @@ class MoveReceiverTest : public ::testing::Test {
     }
     return tickets;
   }
-  void ExpectRefused(const v1::MoveRequest& request, absl::StatusCode code, const std::string& why) {
+  void ExpectRefused(const v1::MoveRequest& request, absl::StatusCode code,
+                     const std::string& why) {
     RawMove move(stub_.get());
     (void)move.Say(request);  // it may be refused by then
     const absl::Status status = move.End();
     EXPECT_EQ(status.code(), code) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(why));
   }
-  void ExpectPagesRefused(const v1::MoveRequest& request, absl::StatusCode code, const std::string& why) {
+  void ExpectPagesRefused(const v1::MoveRequest& request, absl::StatusCode code,
+                          const std::string& why) {
     const std::unique_ptr<RawMove> move = Joined();
     EXPECT_TRUE(move->Say(request));
     const absl::Status status = move->End();
@@ -142,7 +146,8 @@ TEST_F(MoveReceiverTest, RefusesStepsOutOfOrderAndIdsThatAreNone) {
     ASSERT_TRUE(move.Say(second));
     EXPECT_EQ(move.End().code(), absl::StatusCode::kInvalidArgument);
   }
-  for (const std::string& id : {std::string(), std::string("garbage"), std::string(1 << 20, '\xff')}) {
+  for (const std::string& id :
+       {std::string(), std::string("garbage"), std::string(1 << 20, '\xff')}) {
     RawMove move(stub_.get());
     ASSERT_TRUE(move.Say(Hello()));
     ASSERT_EQ(move.Hear(), v1::MoveReply::STATE_WILLING);
@@ -154,10 +159,12 @@ TEST_F(MoveReceiverTest, RefusesStepsOutOfOrderAndIdsThatAreNone) {
 
 TEST_F(MoveReceiverTest, ReceivesOnlyIntoReservationsOfTheCallersSession) {
   ExpectPagesRefused(Pages({}), absl::StatusCode::kInvalidArgument, "1 to 1024 tickets, got 0");
-  ExpectPagesRefused(Pages(std::vector<uint64_t>(kMaxMovedPages + 1)), absl::StatusCode::kInvalidArgument, "got 1025");
+  ExpectPagesRefused(Pages(std::vector<uint64_t>(kMaxMovedPages + 1)),
+                     absl::StatusCode::kInvalidArgument, "got 1025");
   ExpectPagesRefused(Hello(), absl::StatusCode::kInvalidArgument, "expected pages");
   const std::vector<uint64_t> mine = Reserve(0, 2);
-  ExpectPagesRefused(Pages({mine[0], mine[1], mine[0]}), absl::StatusCode::kInvalidArgument, "one twice");
+  ExpectPagesRefused(Pages({mine[0], mine[1], mine[0]}), absl::StatusCode::kInvalidArgument,
+                     "one twice");
   ExpectPagesRefused(Pages({mine[0], 0}), absl::StatusCode::kNotFound, "unknown ticket");
   ExpectPagesRefused(Pages({~uint64_t{0}}), absl::StatusCode::kNotFound, "unknown ticket");
   // A worker's reservation in the same arena.

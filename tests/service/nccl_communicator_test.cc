@@ -1,5 +1,5 @@
-// What can be seen of NCCL itself: where it is missing, on a machine with one GPU, and between two. Skipped, with the
-// reason, where there is no GPU or no library.
+// What can be seen of NCCL itself: where it is missing, on a machine with one GPU, and between two.
+// Skipped, with the reason, where there is no GPU or no library.
 
 #include "service/nccl_communicator.h"
 
@@ -51,9 +51,14 @@ class GpuNcclTest : public ::testing::Test {
     library_ = *library;
     std::printf("%s\n", library_->version().c_str());
   }
-  std::unique_ptr<MoveLink> Link(const std::string& id, MoveEnd end, int gpu, absl::Duration watchdog = kLimit) {
-    return std::make_unique<MoveLink>(MoveLink::Options{
-        .library = library_, .id = id, .end = end, .place = OnGpu(gpu), .watchdog = watchdog, .memory = {}});
+  std::unique_ptr<MoveLink> Link(const std::string& id, MoveEnd end, int gpu,
+                                 absl::Duration watchdog = kLimit) {
+    return std::make_unique<MoveLink>(MoveLink::Options{.library = library_,
+                                                        .id = id,
+                                                        .end = end,
+                                                        .place = OnGpu(gpu),
+                                                        .watchdog = watchdog,
+                                                        .memory = {}});
   }
   std::shared_ptr<const CommunicatorLibrary> library_;
 };
@@ -70,7 +75,8 @@ TEST_F(GpuNcclTest, HostMemoryIsRefused) {
   EXPECT_EQ(library_->DeviceOf(OnGpu(0)).value(), GpuUuid(0).value());
 }
 
-// The real library's hang: the other end never comes. The watchdog's abort ends it, and a new communicator works.
+// The real library's hang: the other end never comes. The watchdog's abort ends it, and a new
+// communicator works.
 TEST_F(GpuNcclTest, TheWatchdogEndsAJoinThatNobodyAnswers) {
   auto link = Link(library_->MakeId().value(), MoveEnd::kSource, 0, absl::Seconds(2));
   EXPECT_EQ(link->Wait(Always).code(), absl::StatusCode::kDeadlineExceeded);
@@ -81,7 +87,8 @@ TEST_F(GpuNcclTest, TheWatchdogEndsAJoinThatNobodyAnswers) {
 }
 
 TEST_F(GpuNcclTest, AnIdThatIsNoneIsRefused) {
-  EXPECT_EQ(library_->Join("short", MoveEnd::kSource, OnGpu(0)).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(library_->Join("short", MoveEnd::kSource, OnGpu(0)).status().code(),
+            absl::StatusCode::kInvalidArgument);
 }
 
 // Why the two daemons compare their GPUs first.
@@ -112,14 +119,16 @@ double PeerCopyRate(size_t bytes) {
       KVD_CUDA_OK(cudaSetDevice(gpu));
       KVD_CUDA_OK(cudaDeviceSynchronize());
     }
-    best = std::max(best, static_cast<double>(bytes) / 1e9 / absl::ToDoubleSeconds(absl::Now() - start));
+    best = std::max(best,
+                    static_cast<double>(bytes) / 1e9 / absl::ToDoubleSeconds(absl::Now() - start));
   }
   KVD_CUDA_OK(cudaFree(from));
   KVD_CUDA_OK(cudaFree(to));
   return best;
 }
 
-// The memory is that of arenas: a VMM allocation with a descriptor. Prints the rate for bench/nvlink.sh.
+// The memory is that of arenas: a VMM allocation with a descriptor. Prints the rate for
+// bench/nvlink.sh.
 TEST_F(GpuNcclTest, MovesBetweenTwoGpus) {
   if (NumGpus() < 2) GTEST_SKIP() << "one GPU: two are needed";
   constexpr size_t kBytes = size_t{256} << 20;
@@ -148,10 +157,12 @@ TEST_F(GpuNcclTest, MovesBetweenTwoGpus) {
     source->Send(out, nullptr);
     ASSERT_TRUE(source->Wait(Always).ok());
     ASSERT_TRUE(destination->Wait(Always).ok());
-    rate = std::max(rate, static_cast<double>(kBytes) / 1e9 / absl::ToDoubleSeconds(absl::Now() - start));
+    rate = std::max(rate,
+                    static_cast<double>(kBytes) / 1e9 / absl::ToDoubleSeconds(absl::Now() - start));
   }
   const double copy = PeerCopyRate(kBytes);
-  std::printf("bulk move of 256 MiB by NCCL, GB/s, and over cudaMemcpyPeer: %.0f, %.2f\n", rate, rate / copy);
+  std::printf("bulk move of 256 MiB by NCCL, GB/s, and over cudaMemcpyPeer: %.0f, %.2f\n", rate,
+              rate / copy);
   std::vector<uint32_t> got(words.size());
   KVD_CUDA_OK(cudaSetDevice(1));
   KVD_CUDA_OK(cudaMemcpy(got.data(), to->data(), kBytes, cudaMemcpyDeviceToHost));
@@ -162,7 +173,8 @@ TEST_F(GpuNcclTest, MovesBetweenTwoGpus) {
   EXPECT_TRUE(destination->Wait(Always).ok());
 }
 
-// One end dies in the middle, as far as the other can tell: only the watchdog ends a receive that nobody sends to.
+// One end dies in the middle, as far as the other can tell: only the watchdog ends a receive that
+// nobody sends to.
 TEST_F(GpuNcclTest, TheWatchdogEndsAReceiveBetweenTwoGpus) {
   if (NumGpus() < 2) GTEST_SKIP() << "one GPU: two are needed";
   const auto to = GpuMemory::Make(1, size_t{2} << 20).value();

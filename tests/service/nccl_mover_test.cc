@@ -1,6 +1,6 @@
-// Goal: however a bulk move fails, every page is still where it was, nothing wrong is ever served, the data path goes on,
-// and the pages then arrive by UCX. Method: two daemons in this process, or one in a child that is killed, with a stand-in
-// for NCCL whose faults are switched on for one end.
+// Goal: however a bulk move fails, every page is still where it was, nothing wrong is ever served,
+// the data path goes on, and the pages then arrive by UCX. Method: two daemons in this process, or
+// one in a child that is killed, with a stand-in for NCCL whose faults are switched on for one end.
 
 #include "service/nccl_mover.h"
 
@@ -25,8 +25,8 @@ namespace {
 
 namespace v1 = locks_kvd::v1;
 using ::testing::Each;
-using ::testing::HasSubstr;
 using testing::Eventually;
+using ::testing::HasSubstr;
 using testing::MoveDaemon;
 using testing::StandInFaults;
 using testing::StandInLibrary;
@@ -56,7 +56,8 @@ class NcclMoverTest : public ::testing::Test {
   }
   // A session from the source to `address`, and what became of its wish for NCCL.
   absl::Status Open(const std::string& address) {
-    auto session = PeerSession::Open(address, {}, source_->data.arena, worker_.get(), absl::Seconds(20));
+    auto session =
+        PeerSession::Open(address, {}, source_->data.arena, worker_.get(), absl::Seconds(20));
     EXPECT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
     return session_->UseNccl(from_, watchdog_, [this] { return go_on_.load(); });
@@ -205,8 +206,9 @@ TEST_F(NcclMoverTest, FetchesGoOnAndNothingLeasedIsLostWhileAMoveHangs) {
   destination_->Put(500, 3);  // others write there meanwhile
   for (const MoveDaemon* daemon : {source_.get(), destination_.get()}) {
     const SlotLayout& slot = daemon->data.arena->memory().shape().slot;
-    auto fetcher = UcxFetcher::Connect(worker_.get(), daemon->data.worker->address(), daemon->data.incarnation,
-                                       TokenOf(daemon->offer), slot, absl::Seconds(20));
+    auto fetcher =
+        UcxFetcher::Connect(worker_.get(), daemon->data.worker->address(), daemon->data.incarnation,
+                            TokenOf(daemon->offer), slot, absl::Seconds(20));
     ASSERT_TRUE(fetcher.ok()) << fetcher.status();
     for (int round = 0; round < 20; ++round) {
       const TestPage& page = daemon->pages[static_cast<size_t>(round) % daemon->pages.size()];
@@ -284,7 +286,8 @@ TEST_F(NcclMoverTest, NobodyGetsASlotThatTheLibraryMayStillWriteTo) {
   EXPECT_EQ(destination_->IntactPages().size(), room);
   EXPECT_EQ(destination_->Stats().slots_reserved, static_cast<uint32_t>(kPages));
   to_->faults.never_quiet = false;
-  EXPECT_TRUE(Eventually([&] { return destination_->Stats().slots_free == static_cast<uint32_t>(kPages); }));
+  EXPECT_TRUE(Eventually(
+      [&] { return destination_->Stats().slots_free == static_cast<uint32_t>(kPages); }));
   EXPECT_EQ(destination_->IntactPages().size(), room);
 }
 
@@ -371,7 +374,8 @@ struct Fault {
   std::atomic<bool> StandInFaults::*fault;
 };
 
-class NcclFaultTest : public NcclFallbackTest, public ::testing::WithParamInterface<std::tuple<Fault, bool>> {};
+class NcclFaultTest : public NcclFallbackTest,
+                      public ::testing::WithParamInterface<std::tuple<Fault, bool>> {};
 
 std::string FaultName(const ::testing::TestParamInfo<std::tuple<Fault, bool>>& fault) {
   return std::string(std::get<0>(fault.param).name) +
@@ -397,13 +401,14 @@ TEST_P(NcclFaultTest, EveryPageArrivesByUcxInstead) {
   EXPECT_TRUE(Eventually([&] { return from_->counts.alive == 0 && to_->counts.alive == 0; }));
 }
 
-INSTANTIATE_TEST_SUITE_P(Faults, NcclFaultTest,
-                         ::testing::Combine(::testing::Values(Fault{"never_joins", &StandInFaults::never_joins},
-                                                              Fault{"fails", &StandInFaults::fails},
-                                                              Fault{"stuck", &StandInFaults::stuck},
-                                                              Fault{"never_moves", &StandInFaults::never_moves}),
-                                            ::testing::Bool()),
-                         FaultName);
+INSTANTIATE_TEST_SUITE_P(
+    Faults, NcclFaultTest,
+    ::testing::Combine(::testing::Values(Fault{"never_joins", &StandInFaults::never_joins},
+                                         Fault{"fails", &StandInFaults::fails},
+                                         Fault{"stuck", &StandInFaults::stuck},
+                                         Fault{"never_moves", &StandInFaults::never_moves}),
+                       ::testing::Bool()),
+    FaultName);
 
 }  // namespace
 
@@ -426,7 +431,8 @@ int ServeAsDestinationThatHangs() {
 }  // namespace kvd
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::string(argv[1]) == kvd::kDestinationFlag) return kvd::ServeAsDestinationThatHangs();
+  if (argc > 1 && std::string(argv[1]) == kvd::kDestinationFlag)
+    return kvd::ServeAsDestinationThatHangs();
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

@@ -20,13 +20,15 @@ class PageStoreTest : public ::testing::Test {
   PageStoreTest() {
     const KvGeometry g = testing::TinyGeometry();
     memory_ = *ArenaMemory::MakeShared(CarveArena(g, testing::BytesForSlots(g, 3)));
-    store_ = *PageStore::Make(*memory_, {.geometry = g, .encoder = Encoder::kE0, .metric = &metric_});
+    store_ =
+        *PageStore::Make(*memory_, {.geometry = g, .encoder = Encoder::kE0, .metric = &metric_});
     slot_ = memory_->shape().slot;
   }
   // Writes the units of `page` and seals the slot as `generation`; the records' checksum.
   uint64_t Seal(uint32_t slot, int page, uint64_t generation) {
     for (int layer = 0; layer < slot_.num_layers; ++layer) {
-      const std::vector<uint8_t> bytes = testing::UnitBytes(testing::TinyGeometry(), page, 0, layer, 0);
+      const std::vector<uint8_t> bytes =
+          testing::UnitBytes(testing::TinyGeometry(), page, 0, layer, 0);
       const PageStore::UnitWrite write = {slot, layer, 0, bytes.data()};
       store_->WriteUnits({&write, 1});
     }
@@ -75,7 +77,8 @@ TEST_F(PageStoreTest, SummariesAreTheHeaderAndAllRecordsUnderOneGuard) {
   EXPECT_EQ(std::memcmp(out.data() + offsetof(PageHeader, key), testing::KeyOf(10).data(), 16), 0);
   EXPECT_EQ(std::memcmp(out.data() + offsetof(PageHeader, summary_checksum), &checksum, 8), 0);
   EXPECT_EQ(Checksum64(out.data() + sizeof(PageHeader), slot_.summary_bytes()), checksum);
-  EXPECT_EQ(Checksum64(out.data() + item, item), Checksum64(std::vector<uint8_t>(item).data(), item));
+  EXPECT_EQ(Checksum64(out.data() + item, item),
+            Checksum64(std::vector<uint8_t>(item).data(), item));
 }
 
 TEST_F(PageStoreTest, CopyIsProvedByItsRecordsAndEveryUnit) {

@@ -392,7 +392,8 @@ TEST_F(PoolServiceTlsTest, OnlyADaemonBringsCopiesAndOnlyWithTheirChecksums) {
   reserve.mutable_pages()->add_placement_words(1);
   reserve.mutable_pages()->add_placement_words(2);
   v1::ReserveReply reserved;
-  EXPECT_EQ(Call(&Stub::Reserve, reserve, &reserved).error_code(), grpc::StatusCode::INVALID_ARGUMENT)
+  EXPECT_EQ(Call(&Stub::Reserve, reserve, &reserved).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT)
       << "two words for one page";
   reserve.mutable_pages()->mutable_placement_words()->RemoveLast();
   ASSERT_TRUE(Call(&Stub::Reserve, reserve, &reserved).ok());

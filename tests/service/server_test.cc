@@ -15,12 +15,12 @@
 #include <sstream>
 #include <thread>
 
-#include "proto/ingest_channel.h"
 #include "proto/address.h"
+#include "proto/ingest_channel.h"
 #include "proto/pool.grpc.pb.h"
-#include "tests/support/eventually.h"
 #include "tests/service/http_get.h"
 #include "tests/service/server_fixture.h"
+#include "tests/support/eventually.h"
 
 namespace kvd {
 namespace {

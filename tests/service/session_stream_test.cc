@@ -136,7 +136,8 @@ TEST_F(SessionStreamTest, EvictionsOfReleasedPagesComeWithTheAnswerToAPing) {
   EXPECT_TRUE(stream->Read().has_ping_ack());
   const PageLocation gone = testing::PutPage(arena_.get(), IdOf(session), 0);
   ASSERT_TRUE(arena_->Release(IdOf(session), std::vector<PageLocation>{gone}).ok());
-  for (int page = 1; page < 7; ++page) testing::PutPage(arena_.get(), IdOf(session), page);  // of 6 slots
+  for (int page = 1; page < 7; ++page)
+    testing::PutPage(arena_.get(), IdOf(session), page);  // of 6 slots
   ASSERT_TRUE(stream->Ping(session));
   EXPECT_TRUE(stream->Read().has_ping_ack());
   const v1::SessionEvent event = stream->Read();

@@ -1,5 +1,6 @@
-// A communicator library without GPUs, for tests of bulk moves: two ends in one process copy from arena to arena in host
-// memory, and every way of failing is a switch that can be set for either end.
+// A communicator library without GPUs, for tests of bulk moves: two ends in one process copy from
+// arena to arena in host memory, and every way of failing is a switch that can be set for either
+// end.
 //
 // As with the real one, an end that aborts tells the other nothing: that one waits for ever.
 // Thread safety: as CommunicatorLibrary; switches may be set at any time.
@@ -25,15 +26,15 @@ namespace kvd::testing {
 
 // Of one end; every communicator that its library makes has them.
 struct StandInFaults {
-  std::atomic<bool> host_memory{false};    // the library cannot move this memory
+  std::atomic<bool> host_memory{false};  // the library cannot move this memory
   std::atomic<bool> never_joins{false};
   std::atomic<bool> never_moves{false};
-  std::atomic<bool> alone{false};          // joins without another end
-  std::atomic<bool> fails{false};          // an error at the next look
-  std::atomic<bool> stuck{false};          // a call does not come back while this is set
-  std::atomic<bool> damages{false};        // one bit of what it receives
-  std::atomic<bool> never_quiet{false};    // writes on after an abort while this is set
-  std::atomic<int> slow_looks{0};          // that a step takes at least
+  std::atomic<bool> alone{false};        // joins without another end
+  std::atomic<bool> fails{false};        // an error at the next look
+  std::atomic<bool> stuck{false};        // a call does not come back while this is set
+  std::atomic<bool> damages{false};      // one bit of what it receives
+  std::atomic<bool> never_quiet{false};  // writes on after an abort while this is set
+  std::atomic<int> slow_looks{0};        // that a step takes at least
 };
 
 struct StandInCounts {
@@ -49,13 +50,14 @@ struct StandInCounts {
 struct StandInRoom {
   std::mutex mutex;
   std::array<bool, 3> joined{};  // by MoveEnd
-  bool posted = false;  // the source sends `pieces`
+  bool posted = false;           // the source sends `pieces`
   std::vector<MovePiece> pieces;
 };
 
 class StandInCommunicator final : public Communicator {
  public:
-  StandInCommunicator(std::shared_ptr<StandInRoom> room, MoveEnd end, const StandInFaults* faults, StandInCounts* counts)
+  StandInCommunicator(std::shared_ptr<StandInRoom> room, MoveEnd end, const StandInFaults* faults,
+                      StandInCounts* counts)
       : room_(std::move(room)), end_(end), faults_(*faults), counts_(*counts) {
     ++counts_.alive;
   }
@@ -114,12 +116,16 @@ class StandInCommunicator final : public Communicator {
     ++counts_.joined;
     return Progress::kDone;
   }
-  Progress Sent() const { return faults_.never_moves || room_->posted ? Progress::kBusy : Progress::kDone; }
+  Progress Sent() const {
+    return faults_.never_moves || room_->posted ? Progress::kBusy : Progress::kDone;
+  }
   absl::StatusOr<Progress> Received() {
     if (faults_.never_moves || !room_->posted) return Progress::kBusy;
-    if (room_->pieces.size() != mine_.size()) return absl::InternalError("stand-in: the two ends differ in pieces");
+    if (room_->pieces.size() != mine_.size())
+      return absl::InternalError("stand-in: the two ends differ in pieces");
     for (size_t i = 0; i < mine_.size(); ++i) {
-      if (mine_[i].bytes != room_->pieces[i].bytes) return absl::InternalError("stand-in: the two ends differ in size");
+      if (mine_[i].bytes != room_->pieces[i].bytes)
+        return absl::InternalError("stand-in: the two ends differ in size");
       std::memcpy(mine_[i].data, room_->pieces[i].data, mine_[i].bytes);
       counts_.bytes += mine_[i].bytes;
     }

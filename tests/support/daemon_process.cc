@@ -174,7 +174,8 @@ void DaemonProcess::Kill() {
 
 void DaemonProcess::Freeze() {
   int status = 0;
-  KVD_CHECK(kill(pid_, SIGSTOP) == 0 && waitpid(pid_, &status, WUNTRACED) == pid_ && WIFSTOPPED(status));
+  KVD_CHECK(kill(pid_, SIGSTOP) == 0 && waitpid(pid_, &status, WUNTRACED) == pid_ &&
+            WIFSTOPPED(status));
 }
 void DaemonProcess::Thaw() { kill(pid_, SIGCONT); }
 

@@ -56,8 +56,9 @@ locks_kvd::v1::DaemonConfig MakeConfig(const DaemonSpec& spec, const std::string
 
 class DaemonProcess {
  public:
-  // What runs the binary, before its own path: {"ip", "netns", "exec", "d1"}. It must keep the process id, or wait for
-  // the daemon as a child, as `unshare --fork` does: then Freeze, Thaw and Stop do not reach the daemon.
+  // What runs the binary, before its own path: {"ip", "netns", "exec", "d1"}. It must keep the
+  // process id, or wait for the daemon as a child, as `unshare --fork` does: then Freeze, Thaw and
+  // Stop do not reach the daemon.
   static absl::StatusOr<std::unique_ptr<DaemonProcess>> StartUnder(
       std::vector<std::string> prefix, std::unique_ptr<TempDir> dir,
       const locks_kvd::v1::DaemonConfig& config);
@@ -104,7 +105,8 @@ class DaemonProcess {
   int exit_status_ = 0;
 };
 
-// Path of a program that stands beside the one that runs, as in the folder of deploy/bundle.sh; else `otherwise`.
+// Path of a program that stands beside the one that runs, as in the folder of deploy/bundle.sh;
+// else `otherwise`.
 std::string ProgramBeside(const std::string& name, const std::string& otherwise);
 
 // True if the daemon's binary is beside this program or part of its build (KVD_DAEMON_BINARY).

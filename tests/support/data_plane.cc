@@ -59,7 +59,8 @@ KvGeometry SmallGeometry() {
   return geometry;
 }
 
-std::vector<uint8_t> UnitBytes(const SlotLayout& slot, uint64_t page, uint64_t write, int layer, int head) {
+std::vector<uint8_t> UnitBytes(const SlotLayout& slot, uint64_t page, uint64_t write, int layer,
+                               int head) {
   std::vector<uint8_t> bytes(slot.unit_bytes);
   const uint64_t seed = Mix64(page * 4096 + write) + slot.unit_idx(layer, head) * kGolden64;
   for (size_t i = 0; i < bytes.size() / sizeof(uint64_t); ++i) {
@@ -161,7 +162,8 @@ uint64_t TestDaemon::Reserve(const locks_kvd::v1::AttachReply& offer, uint64_t p
   return static_cast<uint64_t>(reserved->pages[0].ticket);
 }
 
-TestPage TestDaemon::PutPage(const locks_kvd::v1::AttachReply& offer, uint64_t page, uint64_t write) {
+TestPage TestDaemon::PutPage(const locks_kvd::v1::AttachReply& offer, uint64_t page,
+                             uint64_t write) {
   const SessionId session = Session(offer).id;
   const Ticket ticket{Reserve(offer, page)};
   const SlotLayout& slot = arena->memory().shape().slot;
@@ -260,7 +262,8 @@ void RunAsChildDaemonIfAsked(int argc, char** argv) {
   const std::string text = offer.SerializeAsString();
   const uint64_t size = text.size();
   WriteAll(control, std::string(reinterpret_cast<const char*>(&size), sizeof(size)) + text);
-  WriteAll(control, std::string(reinterpret_cast<const char*>(pages.data()), pages.size() * sizeof(TestPage)));
+  WriteAll(control, std::string(reinterpret_cast<const char*>(pages.data()),
+                                pages.size() * sizeof(TestPage)));
   char byte;
   while (read(control, &byte, 1) > 0) {
   }

@@ -1,6 +1,6 @@
 // A daemon's data plane without its control plane: one arena, its sessions, the UCX servers and the
-// descriptor socket, with pages whose bytes tell where they come from. In this process, or in a child that
-// can be killed and frozen.
+// descriptor socket, with pages whose bytes tell where they come from. In this process, or in a
+// child that can be killed and frozen.
 
 #ifndef LOCKS_KVD_TESTS_SUPPORT_DATA_PLANE_H_
 #define LOCKS_KVD_TESTS_SUPPORT_DATA_PLANE_H_
@@ -23,8 +23,10 @@ namespace kvd {
 // L = 4, Hk = 2, D = 64, B = 16: units of 4 KiB, 8 of them in a slot.
 KvGeometry SmallGeometry();
 
-// What a unit of page `page`, written the `write`-th time, must hold: finite values that no other unit has.
-std::vector<uint8_t> UnitBytes(const SlotLayout& slot, uint64_t page, uint64_t write, int layer, int head);
+// What a unit of page `page`, written the `write`-th time, must hold: finite values that no other
+// unit has.
+std::vector<uint8_t> UnitBytes(const SlotLayout& slot, uint64_t page, uint64_t write, int layer,
+                               int head);
 
 // A page that was sealed, as fetches name it.
 struct TestPage {
@@ -70,7 +72,8 @@ ArenaShape ShapeOf(const locks_kvd::v1::AttachReply& offer);
 Incarnation IncarnationOf(const locks_kvd::v1::AttachReply& offer);
 SessionToken TokenOf(const locks_kvd::v1::AttachReply& offer);
 
-// A TestDaemon with default options in a process of its own, with `num_pages` sealed pages (write 1).
+// A TestDaemon with default options in a process of its own, with `num_pages` sealed pages (write
+// 1).
 class ChildDaemon {
  public:
   explicit ChildDaemon(int num_pages);
@@ -87,7 +90,8 @@ class ChildDaemon {
   int control_ = -1;
 };
 
-// Call first in main(): serves as a ChildDaemon's process if that is what `argv` asks for, and ends it.
+// Call first in main(): serves as a ChildDaemon's process if that is what `argv` asks for, and ends
+// it.
 void RunAsChildDaemonIfAsked(int argc, char** argv);
 
 }  // namespace kvd

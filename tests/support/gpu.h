@@ -1,8 +1,8 @@
-// Device memory, graphs and streams for tests and benchmarks of the GPU kernels. Host code: needs the CUDA
-// runtime's headers, not nvcc. Only built with KVD_CUDA.
+// Device memory, graphs and streams for tests and benchmarks of the GPU kernels. Host code: needs
+// the CUDA runtime's headers, not nvcc. Only built with KVD_CUDA.
 //
-// Thread safety: one thread a test. A failing CUDA call ends the process with the call's text: a test cannot
-// go on after one.
+// Thread safety: one thread a test. A failing CUDA call ends the process with the call's text: a
+// test cannot go on after one.
 
 #ifndef LOCKS_KVD_TESTS_SUPPORT_GPU_H_
 #define LOCKS_KVD_TESTS_SUPPORT_GPU_H_
@@ -18,16 +18,18 @@
 
 namespace kvd::testing {
 
-#define KVD_CUDA_OK(call)                                                                              \
-  do {                                                                                                 \
-    const cudaError_t error = (call);                                                                  \
-    if (error != cudaSuccess) {                                                                        \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error));   \
-      std::abort();                                                                                    \
-    }                                                                                                  \
+#define KVD_CUDA_OK(call)                                                \
+  do {                                                                   \
+    const cudaError_t error = (call);                                    \
+    if (error != cudaSuccess) {                                          \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
+                   cudaGetErrorString(error));                           \
+      std::abort();                                                      \
+    }                                                                    \
   } while (false)
 
-// Why no GPU can be used, or empty if one can: of compute capability 9.0, as the machine code is built for.
+// Why no GPU can be used, or empty if one can: of compute capability 9.0, as the machine code is
+// built for.
 inline std::string WhyNoGpu() {
   int num_devices = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&num_devices); error != cudaSuccess)
@@ -48,7 +50,9 @@ class DeviceArray {
   explicit DeviceArray(size_t size) : size_(size) {
     KVD_CUDA_OK(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T) + 256));
   }
-  explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) { Upload(values); }
+  explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
+    Upload(values);
+  }
   DeviceArray(DeviceArray&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   DeviceArray(const DeviceArray&) = delete;
@@ -58,9 +62,11 @@ class DeviceArray {
 
   T* data() const { return data_; }
   size_t size() const { return size_; }
-  // Upload and Poison wait for the device: the default stream, where they happen, does not order them before other streams.
+  // Upload and Poison wait for the device: the default stream, where they happen, does not order
+  // them before other streams.
   void Upload(const std::vector<T>& values) {
-    KVD_CUDA_OK(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+    KVD_CUDA_OK(
+        cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
     KVD_CUDA_OK(cudaStreamSynchronize(nullptr));
   }
   // Sets every byte, so that a value nobody wrote stands out.

@@ -74,7 +74,8 @@ class LineProcess {
   }
   // Waits until the process is really gone.
   void Kill() {
-    KVD_CHECK(kill(pid_, SIGKILL) == 0 && waitid(P_PID, static_cast<id_t>(pid_), nullptr, WEXITED | WNOWAIT) == 0);
+    KVD_CHECK(kill(pid_, SIGKILL) == 0 &&
+              waitid(P_PID, static_cast<id_t>(pid_), nullptr, WEXITED | WNOWAIT) == 0);
   }
   void Thaw() { KVD_CHECK(kill(pid_, SIGCONT) == 0); }
 

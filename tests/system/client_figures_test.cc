@@ -41,9 +41,9 @@ TEST(ClientFiguresTest, ALostDaemonAndItsSuccessorAreSeen) {
   const std::vector<uint16_t> values(
       static_cast<size_t>(g.num_kv_heads * 3 * g.page_tokens * g.head_dim), uint16_t{0x3F80});
   const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
-  const std::vector<EngineKv> layers(static_cast<size_t>(g.num_layers),
-                                     {bytes, bytes, 3 * g.page_tokens * g.head_dim * 2,
-                                      int64_t{g.head_dim} * 2});
+  const std::vector<EngineKv> layers(
+      static_cast<size_t>(g.num_layers),
+      {bytes, bytes, 3 * g.page_tokens * g.head_dim * 2, int64_t{g.head_dim} * 2});
   const std::vector<PageKey> keys = (*client)->PageKeys(tokens);
   ASSERT_TRUE((*client)->Put({.keys = keys, .num_pages = 3, .layers = layers}).ok());
   ASSERT_EQ((*client)->FetchPages(keys)->num_pages, 3);

@@ -1,4 +1,5 @@
-// A client in a process of its own, for tests that freeze it. Takes one command a line, answers one line:
+// A client in a process of its own, for tests that freeze it. Takes one command a line, answers one
+// line:
 //   put FIRST COUNT WRITE  puts pages and keeps their leases   -> put NEW FAILED
 //   fetch                  everything that put made new, in the session that it was put in
 //                                                              -> fetched CODE EXACT MISSING WRONG
@@ -42,7 +43,8 @@ class Client {
     if (verb == "churn") {
       churn_ = std::thread([this] {
         for (uint64_t write = 1; !stop_; ++write) {
-          worker_->Put(VersionsOf(kChurnFirst + write % kChurnBatches * kChurnBatch, kChurnBatch, write));
+          worker_->Put(
+              VersionsOf(kChurnFirst + write % kChurnBatches * kChurnBatch, kChurnBatch, write));
         }
       });
       return "churning";
@@ -67,8 +69,8 @@ class Client {
   std::string Fetch() {
     const Fetched fetched = worker_->Fetch(*attachment_->fetcher, pages_, absl::Seconds(10));
     std::ostringstream answer;
-    answer << "fetched " << absl::StatusCodeToString(fetched.code) << " " << fetched.num_exact << " "
-           << fetched.num_missing << " " << fetched.num_wrong;
+    answer << "fetched " << absl::StatusCodeToString(fetched.code) << " " << fetched.num_exact
+           << " " << fetched.num_missing << " " << fetched.num_wrong;
     return answer.str();
   }
 

@@ -23,7 +23,8 @@ class Recent {
     pages_.insert(pages_.end(), pages.begin(), pages.end());
     while (pages_.size() > kKept) pages_.pop_front();
   }
-  // The version that was sealed at `ref`, if it is known yet: a generation of a slot names one page for ever.
+  // The version that was sealed at `ref`, if it is known yet: a generation of a slot names one page
+  // for ever.
   std::optional<SealedVersion> Find(const SlotRef& ref) const {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const SealedVersion& page : pages_) {
@@ -94,8 +95,8 @@ class NoWrongBytesTest : public ::testing::TestWithParam<PathKind> {
 };
 
 TEST_P(NoWrongBytesTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing) {
-  // One session: over ucx a daemon serves a session only what it leases, and what it leased a moment ago is
-  // what races with the evictor.
+  // One session: over ucx a daemon serves a session only what it leases, and what it leased a
+  // moment ago is what races with the evictor.
   auto worker = Connect(GetParam());
   ASSERT_NE(worker, nullptr);
   Recent recent;
@@ -103,7 +104,8 @@ TEST_P(NoWrongBytesTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing
   std::atomic<int64_t> num_sealed{0};
   int64_t num_failed = 0;
   std::thread writing([&] {
-    std::deque<PutReport> held;  // leases of the newest batches; older pages may be evicted while they are read
+    std::deque<PutReport>
+        held;  // leases of the newest batches; older pages may be evicted while they are read
     for (uint64_t write = 1; !stop; ++write) {
       const auto versions = VersionsOf(write * kBatch % kPages, kBatch, write);
       held.push_back(worker->Put(versions));
@@ -119,7 +121,8 @@ TEST_P(NoWrongBytesTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing
   const std::shared_ptr<Attachment> attachment = worker->attachment();
   const absl::Time start = absl::Now();
   const auto seen_enough = [&] {
-    return total.num_exact > 1000 && total.num_missing > 1000 && num_sealed > static_cast<int64_t>(4 * kSlots);
+    return total.num_exact > 1000 && total.num_missing > 1000 &&
+           num_sealed > static_cast<int64_t>(4 * kSlots);
   };
   while (total.num_wrong == 0 && GoOn(start, seen_enough())) {
     const auto pages = recent.Sample(16, random);
@@ -137,8 +140,9 @@ TEST_P(NoWrongBytesTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing
   RecordProperty("missing", static_cast<int>(total.num_missing));
 }
 
-// A reader in another session than the writer's, as decode workers are: it matches pages by key, fetches them
-// while it leases them, gives the leases up and fetches them again while the writer takes their slots.
+// A reader in another session than the writer's, as decode workers are: it matches pages by key,
+// fetches them while it leases them, gives the leases up and fetches them again while the writer
+// takes their slots.
 TEST_P(NoWrongBytesTest, AReaderInAnotherSessionGetsWhatItLeasesWholeAndNothingElse) {
   auto writer = Connect(GetParam());
   auto reader = Connect(GetParam());
@@ -158,7 +162,8 @@ TEST_P(NoWrongBytesTest, AReaderInAnotherSessionGetsWhatItLeasesWholeAndNothingE
   Fetched leased, released;
   const absl::Time start = absl::Now();
   const auto seen_enough = [&] { return leased.num_exact > 1000 && released.num_missing > 0; };
-  for (uint64_t turn = 1; leased.num_wrong + released.num_wrong == 0 && GoOn(start, seen_enough()); ++turn) {
+  for (uint64_t turn = 1; leased.num_wrong + released.num_wrong == 0 && GoOn(start, seen_enough());
+       ++turn) {
     const auto matched = channel.Match(*attachment, MatchOf(turn * kBatch % kPages, turn));
     ASSERT_TRUE(matched.ok()) << matched.status();
     locks_kvd::v1::ReleaseRequest release;
@@ -166,13 +171,15 @@ TEST_P(NoWrongBytesTest, AReaderInAnotherSessionGetsWhatItLeasesWholeAndNothingE
     *release.mutable_generations() = matched->generations();
     std::vector<SealedVersion> pages;
     for (int i = 0; i < matched->slots_size(); ++i) {
-      const auto page = recent.Find({.slot = matched->slots(i), .generation = matched->generations(i)});
+      const auto page =
+          recent.Find({.slot = matched->slots(i), .generation = matched->generations(i)});
       if (page.has_value()) pages.push_back(*page);
     }
     leased.Add(reader->Fetch(*attachment->fetcher, pages, absl::Seconds(10)));
     ASSERT_TRUE(channel.Release(*attachment, release).ok());
     given_up.Add(pages);
-    released.Add(reader->Fetch(*attachment->fetcher, given_up.Sample(16, random), absl::Seconds(10)));
+    released.Add(
+        reader->Fetch(*attachment->fetcher, given_up.Sample(16, random), absl::Seconds(10)));
   }
   writing.request_stop();
   writing.join();
@@ -207,8 +214,7 @@ TEST_P(NoWrongBytesTest, AnotherVersionOfThePageIsToldApart) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, NoWrongBytesTest,
-                         ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         PathParameterName);
+                         ::testing::Values(PathKind::kShared, PathKind::kUcx), PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

@@ -43,7 +43,8 @@ TEST(LeasedStaysTest, FullArenaOfLeasesRefusesPutsAndKeepsEveryByte) {
   EXPECT_EQ(kept.num_exact, units);
   EXPECT_EQ(kept.num_wrong, 0);
   // Over ucx a session is served what it leases, and nothing else.
-  const Fetched foreign = (*other)->Fetch(*(*other)->attachment()->fetcher, pages, absl::Seconds(10));
+  const Fetched foreign =
+      (*other)->Fetch(*(*other)->attachment()->fetcher, pages, absl::Seconds(10));
   EXPECT_EQ(foreign.num_missing, units);
 
   // It was the leases that held them: without them the same put succeeds, at their cost.

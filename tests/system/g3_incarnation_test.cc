@@ -110,8 +110,7 @@ TEST_P(IncarnationTest, ControlCallsInTheOldSessionAreAborted) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, IncarnationTest,
-                         ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         PathParameterName);
+                         ::testing::Values(PathKind::kShared, PathKind::kUcx), PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

@@ -34,8 +34,8 @@ class FrozenClientTest : public ::testing::TestWithParam<PathKind> {
     auto worker = SystemWorker::Make(OptionsFor({daemon_->address()}, GetParam()));
     ASSERT_TRUE(worker.ok()) << worker.status();
     worker_ = *std::move(worker);
-    client_ = std::make_unique<LineProcess>(
-        std::vector<std::string>{KVD_CLIENT_PROCESS, daemon_->address(), std::string(PathName(GetParam()))});
+    client_ = std::make_unique<LineProcess>(std::vector<std::string>{
+        KVD_CLIENT_PROCESS, daemon_->address(), std::string(PathName(GetParam()))});
     ASSERT_EQ(client_->Hear(), "attached");
   }
   locks_kvd::v1::StatsReply Stats() {
@@ -69,7 +69,8 @@ class FrozenClientTest : public ::testing::TestWithParam<PathKind> {
 
 TEST_P(FrozenClientTest, ItsLeasesEndItsSlotsWaitAndItsStaleReadsFindNothing) {
   const uint64_t capacity = Capacity();
-  ASSERT_EQ(client_->Ask(absl::StrCat("put 0 ", capacity, " 1")), absl::StrCat("put ", capacity, " 0"));
+  ASSERT_EQ(client_->Ask(absl::StrCat("put 0 ", capacity, " 1")),
+            absl::StrCat("put ", capacity, " 0"));
   const uint64_t units = capacity * worker_->shape().units_per_page();
   ASSERT_EQ(client_->Ask("fetch"), absl::StrCat("fetched OK ", units, " 0 0"));
   // Everything is leased by the other process, as long as it lives.
@@ -113,7 +114,8 @@ TEST_P(FrozenClientTest, BytesThatItSendsWhenItWakesLandInNobodysPage) {
       const auto arena = Stats().arenas(0);
       return arena.slots_reserved() == 0 && arena.slots_quarantined() == 0;
     }));
-    // All but a few slots now hold pages of this worker, leased; the few are for the churn to go on.
+    // All but a few slots now hold pages of this worker, leased; the few are for the churn to go
+    // on.
     const uint64_t count = Capacity() - 16;
     const auto versions = VersionsOf(1000 + static_cast<uint64_t>(round) * 100, count, 1);
     PutReport held;
@@ -122,7 +124,8 @@ TEST_P(FrozenClientTest, BytesThatItSendsWhenItWakesLandInNobodysPage) {
       return held.num_failed == 0;
     })) << held.first_failure;
     std::vector<SealedVersion> mine;
-    for (size_t i = 0; i < versions.size(); ++i) mine.push_back({versions[i], held.pages[i].slots[0]});
+    for (size_t i = 0; i < versions.size(); ++i)
+      mine.push_back({versions[i], held.pages[i].slots[0]});
 
     client_->Thaw();
     const auto units = static_cast<int64_t>(count * worker_->shape().units_per_page());
@@ -137,8 +140,7 @@ TEST_P(FrozenClientTest, BytesThatItSendsWhenItWakesLandInNobodysPage) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, FrozenClientTest,
-                         ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         PathParameterName);
+                         ::testing::Values(PathKind::kShared, PathKind::kUcx), PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

@@ -79,8 +79,7 @@ TEST_F(OverloadTest, FrozenDaemonCostsEachCallItsDeadlineAndHeals) {
             absl::StatusCode::kDeadlineExceeded);
   const PutReport stuck = worker.Put(VersionsOf(100, 2, 1));
   EXPECT_EQ(stuck.num_failed, 2);
-  EXPECT_EQ(stuck.first_failure.code(), absl::StatusCode::kDeadlineExceeded)
-      << stuck.first_failure;
+  EXPECT_EQ(stuck.first_failure.code(), absl::StatusCode::kDeadlineExceeded) << stuck.first_failure;
   EXPECT_LT(absl::Now() - start, absl::Seconds(15));
   daemon_->Thaw();
 
@@ -92,14 +91,17 @@ TEST_F(OverloadTest, FrozenDaemonCostsEachCallItsDeadlineAndHeals) {
   ExpectWorks(worker, 200);
 }
 
-// Shuts down every TCP connection of this process but those to `kept_port`: the daemon's control port.
+// Shuts down every TCP connection of this process but those to `kept_port`: the daemon's control
+// port.
 int CutConnections(int kept_port) {
   int num_cut = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     const int fd = std::stoi(entry.path().filename());
     sockaddr_in peer = {};
     socklen_t size = sizeof(peer);
-    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0 || peer.sin_family != AF_INET) continue;
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0 ||
+        peer.sin_family != AF_INET)
+      continue;
     if (ntohs(peer.sin_port) != kept_port && shutdown(fd, SHUT_RDWR) == 0) ++num_cut;
   }
   return num_cut;
@@ -120,7 +122,9 @@ TEST_F(OverloadTest, CutDataConnectionIsNoticedAndTheWorkerAttachesAgain) {
     }));
     EXPECT_TRUE(first->lost.load());
     EXPECT_NE(worker.attachment()->session().token(), first->session().token());
-    ExpectWorks(worker, path == PathKind::kUcx ? 100 : 1100);  // it puts and fetches over the new connections
+    ExpectWorks(worker, path == PathKind::kUcx
+                            ? 100
+                            : 1100);  // it puts and fetches over the new connections
   }
 }
 
@@ -163,7 +167,8 @@ std::set<uint16_t> ListeningPorts(pid_t pid) {
       const std::vector<std::string> f = absl::StrSplit(line, ' ', absl::SkipEmpty());
       const bool listens = f.size() > 9 && f[3] == "0A";
       if (!listens || sockets.count(f[9]) == 0) continue;
-      ports.insert(static_cast<uint16_t>(std::stoul(f[1].substr(f[1].rfind(':') + 1), nullptr, 16)));
+      ports.insert(
+          static_cast<uint16_t>(std::stoul(f[1].substr(f[1].rfind(':') + 1), nullptr, 16)));
     }
   }
   return ports;

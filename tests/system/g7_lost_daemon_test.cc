@@ -60,7 +60,8 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
     for (size_t i = 0; i < k_.size(); ++i) {
       layers_.push_back({reinterpret_cast<const uint8_t*>(k_[i].data()),
                          reinterpret_cast<const uint8_t*>(v_[i].data()),
-                         data_.num_tokens * geometry_.head_dim * 2, int64_t{geometry_.head_dim} * 2});
+                         data_.num_tokens * geometry_.head_dim * 2,
+                         int64_t{geometry_.head_dim} * 2});
     }
     std::vector<uint32_t> tokens(static_cast<size_t>(kPages * geometry_.page_tokens));
     for (uint32_t prompt = 1;; ++prompt) {
@@ -101,7 +102,8 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
     const auto v = data_.Rows(data_.values, layer, token);
     std::vector<float> o(q.size());
     std::vector<float> lse(static_cast<size_t>(g.num_q_heads));
-    absl::Status status = sequence.Run(layer, {q.data(), k.data(), v.data()}, {o.data(), lse.data()});
+    absl::Status status =
+        sequence.Run(layer, {q.data(), k.data(), v.data()}, {o.data(), lse.data()});
     std::vector<int> all(kPages);
     std::iota(all.begin(), all.end(), 0);
     std::vector<int> pages;
@@ -113,7 +115,8 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
       const auto truth = data_.Attend(layer, h, q.data() + h * g.head_dim, pages,
                                       kPages * g.page_tokens, token + 1);
       *worst = std::max(*worst, std::abs(truth.lse - lse[static_cast<size_t>(h)]));
-      const auto whole = data_.Attend(layer, h, q.data() + h * g.head_dim, all, kPages * g.page_tokens, token + 1);
+      const auto whole =
+          data_.Attend(layer, h, q.data() + h * g.head_dim, all, kPages * g.page_tokens, token + 1);
       exact_lost_.push_back(1 - std::exp(truth.lse - whole.lse));
       for (int i = 0; i < g.head_dim; ++i) {
         *worst = std::max(*worst, std::abs(truth.o[static_cast<size_t>(i)] -
@@ -163,8 +166,9 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
   void ExpectLostMass(const Sequence& sequence) {
     const auto lost = sequence.result().lost_mass;
     ASSERT_EQ(lost.size(), static_cast<size_t>(geometry_.num_q_heads));
-    // The estimate comes from the records. These keys are independent noise, the worst that a record of few
-    // modes can be asked to keep: it misses part of the energy, and the mass of unread pages is estimated low.
+    // The estimate comes from the records. These keys are independent noise, the worst that a
+    // record of few modes can be asked to keep: it misses part of the energy, and the mass of
+    // unread pages is estimated low.
     for (size_t h = 0; h < lost.size(); ++h) {
       EXPECT_GT(lost[h], exact_lost_[h] / 2) << "query head " << h;
       EXPECT_LT(lost[h], exact_lost_[h] * 1.25) << "query head " << h;
@@ -184,7 +188,8 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
   std::vector<int> owners_;
   int victim_ = 0;
   int64_t token_ = 0;
-  std::vector<double> exact_lost_;  // [query heads] of the layer run last: mass on the pages it was to do without
+  std::vector<double>
+      exact_lost_;  // [query heads] of the layer run last: mass on the pages it was to do without
 };
 
 TEST_P(LostDaemonTest, RecomputeReportsThePagesAndRepairsExactlyWhatWasPutAgain) {
@@ -207,7 +212,8 @@ TEST_P(LostDaemonTest, RecomputeReportsThePagesAndRepairsExactlyWhatWasPutAgain)
   const auto partial = sequence->Repair(missing);
   ASSERT_TRUE(partial.ok()) << partial.status();
   EXPECT_EQ(partial->num_repaired, static_cast<int>(half));
-  EXPECT_EQ(partial->still_missing, std::vector<int>(missing.begin() + static_cast<int>(half), missing.end()));
+  EXPECT_EQ(partial->still_missing,
+            std::vector<int>(missing.begin() + static_cast<int>(half), missing.end()));
   EXPECT_EQ(sequence->MissingPages(), partial->still_missing);
 
   EXPECT_EQ(Put(kPages).num_failed, 0);
@@ -254,8 +260,7 @@ TEST_P(LostDaemonTest, FailAbortsTheSequenceAndTheWorkerOpensAnother) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, LostDaemonTest,
-                         ::testing::Values(PathKind::kShared, PathKind::kUcx),
-                         PathParameterName);
+                         ::testing::Values(PathKind::kShared, PathKind::kUcx), PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

@@ -1,5 +1,6 @@
-// Five daemons on five (seeming) hosts under load, and what happens to hosts: death, partitions, freezes, a link that flaps, and a pool that
-// grows and shrinks. Run under tests/system/netns.sh. Whatever happens, no byte is wrong and no call outlives its deadlines.
+// Five daemons on five (seeming) hosts under load, and what happens to hosts: death, partitions,
+// freezes, a link that flaps, and a pool that grows and shrinks. Run under tests/system/netns.sh.
+// Whatever happens, no byte is wrong and no call outlives its deadlines.
 
 #include <gtest/gtest.h>
 
@@ -14,9 +15,7 @@ namespace {
 
 constexpr int kHosts = 5;
 
-void Shell(const std::string& command) {
-  ASSERT_EQ(std::system(command.c_str()), 0) << command;
-}
+void Shell(const std::string& command) { ASSERT_EQ(std::system(command.c_str()), 0) << command; }
 
 class FaultsTest : public ::testing::Test, public PoolUnderLoad {
  protected:
@@ -30,7 +29,9 @@ class FaultsTest : public ::testing::Test, public PoolUnderLoad {
     spec.shared_path = false;
     return spec;
   }
-  std::vector<std::string> PrefixOf(size_t d) override { return {"ip", "netns", "exec", absl::StrCat("d", d)}; }
+  std::vector<std::string> PrefixOf(size_t d) override {
+    return {"ip", "netns", "exec", absl::StrCat("d", d)};
+  }
   void Adjust(locks_kvd::v1::DaemonConfig* config) override {
     config->mutable_control()->set_insecure_allow(true);
     config->mutable_data()->set_ucx_devices("eth0");
@@ -71,7 +72,8 @@ class FaultsTest : public ::testing::Test, public PoolUnderLoad {
     // What was lost is put again, and everything is there.
     for (const auto& keys : keys_) {
       ASSERT_TRUE(WaitFor([&] {
-        const auto report = client_->Put({.keys = keys, .num_pages = kPages, .layers = engine_->layers()});
+        const auto report =
+            client_->Put({.keys = keys, .num_pages = kPages, .layers = engine_->layers()});
         return report.ok() && report->num_failed + report->num_pending == 0;
       }));
     }
@@ -83,50 +85,68 @@ class FaultsTest : public ::testing::Test, public PoolUnderLoad {
     }
     EXPECT_EQ(load.num_wrong, 0);
     EXPECT_GT(load.num_fetched, 10);
-    // Two tries of: three holders asked, lists of a fetch one after the other. A hang would be far beyond.
+    // Two tries of: three holders asked, lists of a fetch one after the other. A hang would be far
+    // beyond.
     EXPECT_LT(load.longest_ms, 10000);
-    std::printf("%-24s recovery %5.2f s, calls %d, short %d, failed %d, longest %lld ms, wrong %d\n", name,
-                absl::ToDoubleSeconds(recovery), load.num_fetched.load(), load.num_short.load(),
-                load.num_failed.load(), static_cast<long long>(load.longest_ms.load()), load.num_wrong.load());
+    std::printf(
+        "%-24s recovery %5.2f s, calls %d, short %d, failed %d, longest %lld ms, wrong %d\n", name,
+        absl::ToDoubleSeconds(recovery), load.num_fetched.load(), load.num_short.load(),
+        load.num_failed.load(), static_cast<long long>(load.longest_ms.load()),
+        load.num_wrong.load());
   }
 };
 
 TEST_F(FaultsTest, Killed) {
-  Survive("killed, restarted", [&] { daemons_[1]->Kill(); }, absl::Seconds(2),
-          [&] { ASSERT_TRUE(daemons_[1]->Restart().ok()); });
+  Survive(
+      "killed, restarted", [&] { daemons_[1]->Kill(); }, absl::Seconds(2),
+      [&] { ASSERT_TRUE(daemons_[1]->Restart().ok()); });
 }
 
 TEST_F(FaultsTest, PartitionedBothWays) {
-  Survive("partition", [] { Shell("ip link set v1 down"); }, absl::Seconds(3), [] { Shell("ip link set v1 up"); });
+  Survive(
+      "partition", [] { Shell("ip link set v1 down"); }, absl::Seconds(3),
+      [] { Shell("ip link set v1 up"); });
 }
 
 TEST_F(FaultsTest, CannotSend) {
-  Survive("partition, daemon's way",
-          [] { Shell("ip netns exec d1 nft 'add table inet f; add chain inet f c { type filter hook output priority 0; policy drop; }'"); },
-          absl::Seconds(3), [] { Shell("ip netns exec d1 nft delete table inet f"); });
+  Survive(
+      "partition, daemon's way",
+      [] {
+        Shell(
+            "ip netns exec d1 nft 'add table inet f; add chain inet f c { type filter hook output "
+            "priority 0; policy drop; }'");
+      },
+      absl::Seconds(3), [] { Shell("ip netns exec d1 nft delete table inet f"); });
 }
 
 TEST_F(FaultsTest, CannotHear) {
-  Survive("partition, worker's way",
-          [] { Shell("ip netns exec d1 nft 'add table inet f; add chain inet f c { type filter hook input priority 0; policy drop; }'"); },
-          absl::Seconds(3), [] { Shell("ip netns exec d1 nft delete table inet f"); });
+  Survive(
+      "partition, worker's way",
+      [] {
+        Shell(
+            "ip netns exec d1 nft 'add table inet f; add chain inet f c { type filter hook input "
+            "priority 0; policy drop; }'");
+      },
+      absl::Seconds(3), [] { Shell("ip netns exec d1 nft delete table inet f"); });
 }
 
 TEST_F(FaultsTest, Frozen) {
-  Survive("frozen", [&] { daemons_[1]->Freeze(); }, absl::Seconds(3), [&] { daemons_[1]->Thaw(); });
+  Survive(
+      "frozen", [&] { daemons_[1]->Freeze(); }, absl::Seconds(3), [&] { daemons_[1]->Thaw(); });
 }
 
 TEST_F(FaultsTest, Flapping) {
-  Survive("flapping link",
-          [] {
-            for (int i = 0; i < 10; ++i) {
-              Shell("ip link set v1 down");
-              absl::SleepFor(absl::Milliseconds(150));
-              Shell("ip link set v1 up");
-              absl::SleepFor(absl::Milliseconds(150));
-            }
-          },
-          absl::ZeroDuration(), [] {});
+  Survive(
+      "flapping link",
+      [] {
+        for (int i = 0; i < 10; ++i) {
+          Shell("ip link set v1 down");
+          absl::SleepFor(absl::Milliseconds(150));
+          Shell("ip link set v1 up");
+          absl::SleepFor(absl::Milliseconds(150));
+        }
+      },
+      absl::ZeroDuration(), [] {});
 }
 
 TEST_F(FaultsTest, GrowsToFiveAndShrinksToTwoWithoutAMiss) {
@@ -138,7 +158,8 @@ TEST_F(FaultsTest, GrowsToFiveAndShrinksToTwoWithoutAMiss) {
   StartDaemon();
   WriteMembers({0, 1, 2, 3, 4});
   EXPECT_TRUE(WaitFor([&] { return PagesAt(3) > 0 && PagesAt(4) > 0; }));
-  // The former owners let go of what has moved once nobody leases it; under this load that may be never.
+  // The former owners let go of what has moved once nobody leases it; under this load that may be
+  // never.
   for (const size_t leaving : {4u, 0u, 2u}) {
     const auto status = daemons_[leaving]->Stop(absl::Seconds(40));
     ASSERT_TRUE(status.ok()) << status.status();

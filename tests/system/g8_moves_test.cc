@@ -1,5 +1,5 @@
-// G8: a drain loses no request, a daemon that joins gets its share, and with two replicas a daemon's death
-// costs neither a page nor a step.
+// G8: a drain loses no request, a daemon that joins gets its share, and with two replicas a
+// daemon's death costs neither a page nor a step.
 
 #include <gtest/gtest.h>
 
@@ -69,7 +69,8 @@ TEST_P(MovesTest, AnOpenSequenceFollowsItsPagesAndTheDrainEndsClean) {
   WriteMembers({0, 1});
   Connect();
   PutAll();
-  auto sequence = Open({.budget = 200, .verify = VerifyPolicy::kChecksum, .loss = LossPolicy::kFail});
+  auto sequence =
+      Open({.budget = 200, .verify = VerifyPolicy::kChecksum, .loss = LossPolicy::kFail});
   ASSERT_NE(sequence, nullptr);
   double worst = 0;
   ASSERT_TRUE(DecodeToken(*sequence, data_, &worst).ok());
@@ -122,11 +123,12 @@ TEST_P(MovesTest, WithTwoReplicasADaemonsDeathCostsNeitherAPageNorAStep) {
   }
   // Once it is no member any more, the two that are left bring every page back to two holders.
   WriteMembers({1, 2});
-  EXPECT_TRUE(WaitFor([&] { return PagesAt(1) + PagesAt(2) >= 2 * kAll; })) << PagesAt(1) << " " << PagesAt(2);
+  EXPECT_TRUE(WaitFor([&] { return PagesAt(1) + PagesAt(2) >= 2 * kAll; }))
+      << PagesAt(1) << " " << PagesAt(2);
 }
 
-// Destinations that are full, of another model, or not there at all: the drain goes to whoever takes pages, says once
-// what it met, and ends.
+// Destinations that are full, of another model, or not there at all: the drain goes to whoever
+// takes pages, says once what it met, and ends.
 TEST_P(MovesTest, DrainGetsByDestinationsThatTakeNothing) {
   StartDaemon();
   WriteMembers({0});

@@ -1,6 +1,6 @@
-// Bulk moves between the GPU arenas of two real daemons that are both told to use NCCL: between two GPUs it carries the
-// pages; on one GPU, or where the library is missing, UCX does, and the log says why. Skipped, with the reason, where there
-// are not enough GPUs.
+// Bulk moves between the GPU arenas of two real daemons that are both told to use NCCL: between two
+// GPUs it carries the pages; on one GPU, or where the library is missing, UCX does, and the log
+// says why. Skipped, with the reason, where there are not enough GPUs.
 
 #include <gtest/gtest.h>
 
@@ -42,8 +42,8 @@ class GpuMovesTest : public ::testing::Test, public PoolUnderLoad {
     uint32_t port = 0;
     EXPECT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &port));
     const std::string page = HttpGet(static_cast<uint16_t>(port), "/metrics");
-    const std::string line =
-        absl::StrCat("locks_kvd_moved_pages_total{reason=\"rebalance\",carrier=\"", carrier, "\"} ");
+    const std::string line = absl::StrCat(
+        "locks_kvd_moved_pages_total{reason=\"rebalance\",carrier=\"", carrier, "\"} ");
     const size_t at = page.find(line);
     if (at == std::string::npos) return UINT64_MAX;
     return std::strtoull(page.c_str() + at + line.size(), nullptr, 10);

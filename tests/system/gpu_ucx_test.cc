@@ -1,5 +1,6 @@
-// The ucx path from a daemon's GPU arena to a worker's GPU memory: straight between the two where UCX has CUDA, through
-// pinned memory otherwise. Two processes, without namespaces of their own: cuda_ipc does not cross them.
+// The ucx path from a daemon's GPU arena to a worker's GPU memory: straight between the two where
+// UCX has CUDA, through pinned memory otherwise. Two processes, without namespaces of their own:
+// cuda_ipc does not cross them.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -22,7 +23,8 @@ constexpr size_t kUnits = 8;  // of a page
 
 KvGeometry Geometry() { return GpuGeometry(/*num_layers=*/4); }
 
-// The parameter: UCX's transports at the worker; empty: its choice, which is cuda_ipc where it has it.
+// The parameter: UCX's transports at the worker; empty: its choice, which is cuda_ipc where it has
+// it.
 class GpuUcxTest : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
@@ -49,10 +51,12 @@ class GpuUcxTest : public ::testing::TestWithParam<const char*> {
     std::printf("UCX %s: %s\n", UcxWorker::Version().c_str(), attachment_->path.memory.c_str());
     if (*GetParam() == '\0' && !worker_->ucx()->has_gpu_memory()) {
       EXPECT_THAT(attachment_->path.memory, StartsWith("through pinned memory: "));
-      GTEST_SKIP() << "UCX " << UcxWorker::Version() << " has no CUDA here: " << attachment_->path.memory;
+      GTEST_SKIP() << "UCX " << UcxWorker::Version()
+                   << " has no CUDA here: " << attachment_->path.memory;
     }
-    EXPECT_THAT(attachment_->path.memory,
-                StartsWith(*GetParam() == '\0' ? "between GPU memories: " : "through pinned memory: "));
+    EXPECT_THAT(
+        attachment_->path.memory,
+        StartsWith(*GetParam() == '\0' ? "between GPU memories: " : "through pinned memory: "));
   }
   Fetched Fetch(std::span<const SealedVersion> pages, absl::Duration deadline = absl::Seconds(10)) {
     return worker_->Fetch(*attachment_->fetcher, pages, deadline);
@@ -76,7 +80,8 @@ TEST_P(GpuUcxTest, ListsOfEveryLengthBringTheUnitsThatWerePut) {
   auto pages = PutPages(kPages);
   ASSERT_EQ(pages.size(), kPages);
   std::mt19937_64 random(5);
-  for (const size_t count : {size_t{1}, size_t{2}, size_t{63}, size_t{64}, size_t{65}, size_t{130}, pages.size()}) {
+  for (const size_t count :
+       {size_t{1}, size_t{2}, size_t{63}, size_t{64}, size_t{65}, size_t{130}, pages.size()}) {
     std::shuffle(pages.begin(), pages.end(), random);
     const Fetched fetched = Fetch(std::span(pages).first(count));
     EXPECT_EQ(fetched.code, absl::StatusCode::kOk);
@@ -109,7 +114,8 @@ TEST_P(GpuUcxTest, MissingUnitsAreSaidAndTheOthersCome) {
   if (IsSkipped()) return;
   auto pages = PutPages(kPages);
   size_t num_missing = 0;
-  for (size_t i = 150; i < pages.size(); i += 7, ++num_missing) pages[i].ref.generation += i % 2 == 0 ? 2 : 1;
+  for (size_t i = 150; i < pages.size(); i += 7, ++num_missing)
+    pages[i].ref.generation += i % 2 == 0 ? 2 : 1;
   const Fetched fetched = Fetch(pages);
   EXPECT_EQ(fetched.code, absl::StatusCode::kOk);
   EXPECT_EQ(fetched.num_missing, static_cast<int64_t>(num_missing * kUnits));
@@ -148,7 +154,8 @@ TEST_P(GpuUcxTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing) {
       const std::lock_guard<std::mutex> lock(mutex);
       for (int i = 0; i < 16 && !recent.empty(); ++i) {
         const size_t newest = std::min<size_t>(recent.size(), 16);
-        pages.push_back(i % 2 == 0 ? recent[recent.size() - 1 - random() % newest] : recent[random() % recent.size()]);
+        pages.push_back(i % 2 == 0 ? recent[recent.size() - 1 - random() % newest]
+                                   : recent[random() % recent.size()]);
       }
     }
     // Lists of live pages alone, and mixed ones.
@@ -185,8 +192,9 @@ TEST_P(GpuUcxTest, AFrozenOrDeadDaemonEndsListsWithAnErrorAndNothingWrong) {
     EXPECT_EQ(fetched.num_wrong, 0);
   }
   killing.join();
-  EXPECT_THAT(fetched.code, ::testing::AnyOf(absl::StatusCode::kUnavailable, absl::StatusCode::kAborted,
-                                             absl::StatusCode::kDeadlineExceeded));
+  EXPECT_THAT(fetched.code,
+              ::testing::AnyOf(absl::StatusCode::kUnavailable, absl::StatusCode::kAborted,
+                               absl::StatusCode::kDeadlineExceeded));
   KVD_CUDA_OK(cudaDeviceSynchronize());
 }
 

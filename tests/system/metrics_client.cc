@@ -56,10 +56,10 @@ class Load {
     }
     const std::vector<PageKey> keys = client_->PageKeys(tokens_);
     {
-      KVD_ASSIGN_OR_RETURN(const PutReport put,
-                           client_->Put({.keys = keys,
-                                         .num_pages = static_cast<int>(keys.size()),
-                                         .layers = layers_}));
+      KVD_ASSIGN_OR_RETURN(
+          const PutReport put,
+          client_->Put(
+              {.keys = keys, .num_pages = static_cast<int>(keys.size()), .layers = layers_}));
       KVD_RETURN_IF_ERROR(put.first_failure);
     }
     SequenceOptions options;

@@ -1,6 +1,6 @@
-// The whole client against a real daemon with real certificates: who has the right one works on both paths, who
-// has none, another CA's, an expired one, none of our names or another tenant's is refused with a typed error, and
-// nobody else notices.
+// The whole client against a real daemon with real certificates: who has the right one works on
+// both paths, who has none, another CA's, an expired one, none of our names or another tenant's is
+// refused with a typed error, and nobody else notices.
 
 #include <gtest/gtest.h>
 
@@ -20,7 +20,8 @@ class MtlsTest : public ::testing::TestWithParam<PathKind> {
     certificates_.Issue("stranger", "other_ca", "URI:locks-kvd://client/test");
     certificates_.Issue("expired", "ca", "URI:locks-kvd://client/test", -1);
     certificates_.Issue("nameless", "ca", "DNS:worker.example");
-    certificates_.Issue("ambiguous", "ca", "URI:locks-kvd://client/test,URI:locks-kvd://client/rival");
+    certificates_.Issue("ambiguous", "ca",
+                        "URI:locks-kvd://client/test,URI:locks-kvd://client/rival");
     certificates_.Issue("admin", "ca", "URI:locks-kvd://admin");
     certificates_.Issue("daemon", "ca", "URI:locks-kvd://daemon");
     DaemonSpec spec;
@@ -53,7 +54,8 @@ TEST_P(MtlsTest, OnlyTheRightCertificateWorks) {
   ASSERT_TRUE(worker.ok()) << worker.status() << daemon_->LogTail();
   for (const std::string name : {"", "stranger", "expired"}) {
     const absl::Status refused = Connect(name).status();
-    EXPECT_TRUE(refused.code() == absl::StatusCode::kUnavailable || refused.code() == absl::StatusCode::kUnauthenticated)
+    EXPECT_TRUE(refused.code() == absl::StatusCode::kUnavailable ||
+                refused.code() == absl::StatusCode::kUnauthenticated)
         << "certificate '" << name << "': " << refused;
   }
   for (const std::string name : {"nameless", "ambiguous"}) {
@@ -68,11 +70,13 @@ TEST_P(MtlsTest, OnlyTheRightCertificateWorks) {
   const PutReport report = (*worker)->Put(versions);
   const auto pages = NewPages(versions, report);
   ASSERT_EQ(pages.size(), 8u) << report.first_failure;
-  const Fetched fetched = (*worker)->Fetch(*(*worker)->attachment()->fetcher, pages, absl::Seconds(10));
+  const Fetched fetched =
+      (*worker)->Fetch(*(*worker)->attachment()->fetcher, pages, absl::Seconds(10));
   EXPECT_EQ(fetched.num_exact, static_cast<int64_t>(8 * (*worker)->shape().units_per_page()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Paths, MtlsTest, ::testing::Values(PathKind::kShared, PathKind::kUcx), PathParameterName);
+INSTANTIATE_TEST_SUITE_P(Paths, MtlsTest, ::testing::Values(PathKind::kShared, PathKind::kUcx),
+                         PathParameterName);
 
 }  // namespace
 }  // namespace kvd::testing

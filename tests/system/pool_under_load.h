@@ -1,4 +1,5 @@
-// Real daemons that follow one members file, a client with sequences in them, and threads that fetch these all the time.
+// Real daemons that follow one members file, a client with sequences in them, and threads that
+// fetch these all the time.
 
 #ifndef LOCKS_KVD_TESTS_SYSTEM_POOL_UNDER_LOAD_H_
 #define LOCKS_KVD_TESTS_SYSTEM_POOL_UNDER_LOAD_H_
@@ -32,8 +33,8 @@ namespace kvd::testing {
 
 class PoolUnderLoad {
  protected:
-  static constexpr int kPages = 70;       // of a sequence: three stripes
-  static constexpr int kSequences = 12;   // 36 stripes
+  static constexpr int kPages = 70;      // of a sequence: three stripes
+  static constexpr int kSequences = 12;  // 36 stripes
   static constexpr int kTail = 5;
   static constexpr int kDecoded = 200;
 
@@ -103,7 +104,8 @@ class PoolUnderLoad {
       std::vector<uint32_t> ids(static_cast<size_t>(kPages * geometry_.page_tokens));
       std::iota(ids.begin(), ids.end(), static_cast<uint32_t>(s * 1000000));
       keys_.push_back(client_->PageKeys(ids));
-      auto report = client_->Put({.keys = keys_.back(), .num_pages = kPages, .layers = engine_->layers()});
+      auto report =
+          client_->Put({.keys = keys_.back(), .num_pages = kPages, .layers = engine_->layers()});
       ASSERT_TRUE(report.ok()) << report.status();
       ASSERT_EQ(report->num_new, kPages) << report->first_failure;
     }
@@ -126,7 +128,8 @@ class PoolUnderLoad {
     return false;
   }
 
-  // Fetches whole sequences over and over until stopped. Every byte that comes is compared, of short answers too.
+  // Fetches whole sequences over and over until stopped. Every byte that comes is compared, of
+  // short answers too.
   struct Load {
     std::atomic<bool> stop{false};
     std::atomic<int> num_fetched{0};
@@ -154,7 +157,8 @@ class PoolUnderLoad {
           const int64_t took = absl::ToInt64Milliseconds(absl::Now() - start);
           if (took > load->longest_ms) load->longest_ms = took;
           ++load->num_fetched;
-          if (fetched.ok() && !std::equal(fetched->units.begin(), fetched->units.end(), expected_.begin())) {
+          if (fetched.ok() &&
+              !std::equal(fetched->units.begin(), fetched->units.end(), expected_.begin())) {
             ++load->num_wrong;
           }
           if (!fetched.ok() || fetched->num_pages != kPages) {
@@ -162,7 +166,8 @@ class PoolUnderLoad {
             const std::lock_guard<std::mutex> lock(load->mutex);
             std::string& problem = fetched.ok() ? load->first_short : load->first_failure;
             if (problem.empty()) {
-              problem = fetched.ok() ? absl::StrCat(fetched->num_pages, " pages") : fetched.status().ToString();
+              problem = fetched.ok() ? absl::StrCat(fetched->num_pages, " pages")
+                                     : fetched.status().ToString();
             }
           }
         }

@@ -115,17 +115,19 @@ class SystemWorker {
       const PageKey key = KeyOf(version.page);
       placed.push_back({key, static_cast<uint32_t>(version.page % 1000), 0, PlacementWord(key)});
     }
-    return writer_->Write(view, placed, [&](std::span<const size_t> wanted, int shard_pos, uint8_t* slots) {
-      for (const size_t i : wanted) {
-        for (int layer = 0; layer < shape_.num_layers(); ++layer) {
-          for (int h = 0; h < shape_.slot.shard_heads; ++h) {
-            const auto bytes = UnitOf(shape_, versions[i], layer, shard_pos * shape_.slot.shard_heads + h);
-            slots = std::copy(bytes.begin(), bytes.end(), slots);
+    return writer_->Write(
+        view, placed, [&](std::span<const size_t> wanted, int shard_pos, uint8_t* slots) {
+          for (const size_t i : wanted) {
+            for (int layer = 0; layer < shape_.num_layers(); ++layer) {
+              for (int h = 0; h < shape_.slot.shard_heads; ++h) {
+                const auto bytes =
+                    UnitOf(shape_, versions[i], layer, shard_pos * shape_.slot.shard_heads + h);
+                slots = std::copy(bytes.begin(), bytes.end(), slots);
+              }
+            }
           }
-        }
-      }
-      return absl::OkStatus();
-    });
+          return absl::OkStatus();
+        });
   }
 
   // Fetches every unit of `pages` in one list to where the worker's units go, and compares.
@@ -165,7 +167,8 @@ class SystemWorker {
       }
       const SealedVersion& page = pages[i / shape_.units_per_page()];
       const auto expected = UnitOf(shape_, page.version, entries[i].layer, entries[i].head);
-      const bool same = std::memcmp(expected.data(), bytes.data() + i * expected.size(), expected.size()) == 0;
+      const bool same =
+          std::memcmp(expected.data(), bytes.data() + i * expected.size(), expected.size()) == 0;
       ++(same ? fetched.num_exact : fetched.num_wrong);
     }
     return fetched;
@@ -189,7 +192,7 @@ class SystemWorker {
 
 // The pages of a report that are new, with where they are.
 inline std::vector<SealedVersion> NewPages(std::span<const PageVersion> versions,
-                                        const PutReport& report) {
+                                           const PutReport& report) {
   std::vector<SealedVersion> sealed;
   for (size_t i = 0; i < versions.size(); ++i) {
     if (report.pages[i].state != PutOutcome::State::kNew) continue;
