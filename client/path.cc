@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "client/canary.h"
 #include "client/device_buffer.h"
 #include "client/shared_fetcher.h"
 #include "client/staged_fetcher.h"
@@ -27,9 +28,6 @@
 namespace kvd {
 namespace {
 
-// Units of the canary page that are fetched: enough for a rate, little enough for a slow network.
-constexpr size_t kCanaryUnits = 256;
-constexpr uint64_t kCanaryGeneration = 2;
 // How long the ucx path between GPU memories may take to prove itself: there is another way.
 constexpr absl::Duration kBetweenGpusLimit = absl::Seconds(2);
 // By so much its canary may be slower: of small pages both take what a message and its answer take.
@@ -165,83 +163,17 @@ absl::StatusOr<std::unique_ptr<UcxFetcher>> ConnectUcx(const Opening& opening,
                              timeout, place);
 }
 
-// The canary's units in `buffer`, in order, are those that `incarnation` determines.
-bool CanaryIsRight(const std::vector<uint8_t>& buffer, const Incarnation& incarnation) {
-  for (size_t i = 0; i < buffer.size() / sizeof(uint64_t); ++i) {
-    uint64_t word = 0;
-    std::memcpy(&word, buffer.data() + i * sizeof(word), sizeof(word));
-    if (word != CanaryWord(incarnation, i)) return false;
-  }
-  return true;
-}
-
-// Fetches of the canary page: list, memory and outcome.
-class Canary {
- public:
-  static absl::StatusOr<Canary> Make(const Opening& opening) {
-    Canary canary;
-    const SlotLayout& slot = opening.shape.slot;
-    const size_t count = std::min(slot.num_units(), kCanaryUnits);
-    canary.bytes_.resize(count * slot.unit_bytes);
-    KVD_ASSIGN_OR_RETURN(canary.landing_,
-                         PlacedBytes::Make(opening.place, canary.bytes_.size(), "canary"));
-    canary.valid_.resize(count);
-    const auto heads = static_cast<size_t>(slot.shard_heads);
-    for (size_t i = 0; i < count; ++i) {
-      canary.entries_.push_back({opening.offer.arena().canary_slot(),
-                                 static_cast<uint16_t>(i / heads), static_cast<uint16_t>(i % heads),
-                                 kCanaryGeneration});
-      canary.destinations_.push_back(canary.landing_.data() + i * slot.unit_bytes);
-    }
-    return canary;
-  }
-
-  // The seconds that one fetch took.
-  absl::StatusOr<double> Fetch(Fetcher& fetcher, const Incarnation& incarnation,
-                               absl::Duration timeout) {
-    std::fill(bytes_.begin(), bytes_.end(), uint8_t{0});
-    KVD_RETURN_IF_ERROR(CopyBytes(landing_.place(), landing_.data(), bytes_.data(), bytes_.size()));
-    FetchList list;
-    list.entries = entries_;
-    list.destinations = destinations_.data();
-    list.valid = valid_.data();
-    list.deadline = timeout;
-    const absl::Time start = absl::Now();
-    fetcher.Start(list);
-    fetcher.Wait(list);
-    const double seconds = absl::ToDoubleSeconds(absl::Now() - start);
-    if (list.code != absl::StatusCode::kOk)
-      return absl::Status(list.code, "the canary fetch failed");
-    if (list.num_valid != static_cast<int64_t>(entries_.size())) {
-      return absl::DataLossError(absl::StrCat("the canary fetch delivered ", list.num_valid, " of ",
-                                              entries_.size(), " units"));
-    }
-    KVD_RETURN_IF_ERROR(CopyBytes(landing_.place(), bytes_.data(), landing_.data(), bytes_.size()));
-    if (!CanaryIsRight(bytes_, incarnation)) {
-      return absl::DataLossError("the canary fetch delivered wrong bytes: do not use this daemon");
-    }
-    return seconds;
-  }
-  double num_bytes() const { return static_cast<double>(bytes_.size()); }
-
- private:
-  std::vector<FetchEntry> entries_;
-  std::vector<uint8_t> bytes_;
-  PlacedBytes landing_;  // where the worker's units go
-  std::vector<uint8_t*> destinations_;
-  std::vector<uint8_t> valid_;
-};
-
 absl::Status ProveByCanary(Fetcher& fetcher, const Opening& opening, absl::Duration timeout,
                            PathReport& report) {
-  KVD_ASSIGN_OR_RETURN(Canary canary, Canary::Make(opening));
+  KVD_ASSIGN_OR_RETURN(Canary canary,
+                       Canary::Make(opening.shape.slot, opening.offer.arena().canary_slot(),
+                                    opening.ids.incarnation, opening.place));
   // The first fetch also pays for connections and page faults; the second is the measured one. A
   // mapped path gets a third, since a moment's delay would cost it its place.
   const bool has_floor = fetcher.path() == PathKind::kPeer;
   report.canary_seconds = std::numeric_limits<double>::infinity();
   for (int round = 0; round < (has_floor ? 3 : 2); ++round) {
-    KVD_ASSIGN_OR_RETURN(const double seconds,
-                         canary.Fetch(fetcher, opening.ids.incarnation, timeout));
+    KVD_ASSIGN_OR_RETURN(const double seconds, canary.Fetch(fetcher, timeout));
     if (round > 0) report.canary_seconds = std::min(report.canary_seconds, seconds);
   }
   report.canary_bytes_per_second = canary.num_bytes() / std::max(report.canary_seconds, 1e-9);
