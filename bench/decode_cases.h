@@ -20,8 +20,8 @@ namespace kvd::bench {
 struct DecodeCase {
   std::string name;  // "llama 4 x 128K"
   int batch = 1;
-  int num_pages =
-      0;  // of each sequence: row n has pages [n num_pages, (n + 1) num_pages) of the prompt
+  // of each sequence: row n has pages [n num_pages, (n + 1) num_pages) of the prompt
+  int num_pages = 0;
 };
 
 struct StepOptionsOfBench {

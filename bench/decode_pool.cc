@@ -69,8 +69,8 @@ absl::StatusOr<std::unique_ptr<DecodePool>> DecodePool::Start(const DecodePoolOp
   spec.arena_bytes = ArenaBytes(options.geometry, options.num_pages + options.spare_pages);
   spec.gpu = options.daemon_gpu;
   spec.heartbeat_ms = 1000;
-  spec.session_ttl_ms =
-      30000;  // so that a host with few cores does not lose a session while it is filled
+  // so that a host with few cores does not lose a session while it is filled
+  spec.session_ttl_ms = 30000;
   auto dir = std::make_unique<testing::TempDir>();
   const locks_kvd::v1::DaemonConfig config = testing::MakeConfig(spec, dir->path());
   KVD_ASSIGN_OR_RETURN(pool->daemon_,

@@ -258,8 +258,8 @@ void BenchSelect(Report* report) {
   report->Add({"select/P65536_K126_G4/head", seconds[0] / kHeads * 1e3, "ms", 0, 0});
   report->Add({"select/P65536_K126_G4/4_heads", seconds[0] * 1e3, "ms", 2, seconds[0] * 1e3 / 2});
 
-  bool right =
-      true;  // head 0: every chosen page reaches the threshold, no other selectable one passes it
+  // head 0: every chosen page reaches the threshold, no other selectable one passes it
+  bool right = true;
   for (int p = 1; p < kPages - 1; ++p) {
     double score = -HUGE_VAL;
     for (int g = 0; g < kGroup; ++g) {

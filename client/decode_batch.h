@@ -56,8 +56,8 @@ struct BatchOptions {
   int max_sequences = 1;   // N: rows of every input and output
   int64_t max_tokens = 0;  // of the longest sequence that may join, what will be decoded included
   BatchMode mode = BatchMode::kCaptured;
-  StepOptions step =
-      {};  // n_sink and n_win must be each sequence's own; see Plan for what a GPU does not do
+  // n_sink and n_win must be each sequence's own; see Plan for what a GPU does not do
+  StepOptions step = {};
 };
 
 struct BatchInput {

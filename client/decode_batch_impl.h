@@ -131,8 +131,8 @@ struct DecodeBatch::Impl {
   uint64_t host_failed = 0;  // units of this step that did not come, host-driven mode
 
   std::vector<Row> rows;  // [N]
-  std::vector<std::shared_ptr<PageSource>>
-      arenas;  // [kMaxArenas] of the device's table; null: free
+  // [kMaxArenas] of the device's table; null: free
+  std::vector<std::shared_ptr<PageSource>> arenas;
   bool arenas_changed = true;
   std::array<Flight, kTableCopies> flights;
   std::shared_ptr<StepEvents> events = std::make_shared<StepEvents>();  // `done` of the flights

@@ -36,8 +36,8 @@ struct FetchList {
 
   // Outcome, set by Wait. A missing page is no error: its `valid` is 0 and its destination zeroed
   // (or untouched after an error).
-  absl::StatusCode code =
-      absl::StatusCode::kOk;  // kDeadlineExceeded, kUnavailable, kAborted, kInvalidArgument ...
+  // kDeadlineExceeded, kUnavailable, kAborted, kInvalidArgument ...
+  absl::StatusCode code = absl::StatusCode::kOk;
   int64_t num_valid = 0;
   uint64_t path_bytes = 0;  // bytes that travelled
 
@@ -59,10 +59,10 @@ struct RecordList {
   uint8_t* fine = nullptr;
   int num_heads = 0;
   int64_t page_capacity = 0;
-  bool compare_only =
-      false;  // true: changes nothing; `valid` says that the mirror has these very records
-  uint8_t* valid =
-      nullptr;  // [entries] out: 1 if the records are there and proved; else they are undefined
+  // true: changes nothing; `valid` says that the mirror has these very records
+  bool compare_only = false;
+  // [entries] out: 1 if the records are there and proved; else they are undefined
+  uint8_t* valid = nullptr;
   absl::Duration deadline = absl::Seconds(1);
 
   absl::StatusCode code = absl::StatusCode::kOk;  // as in a FetchList

@@ -56,10 +56,10 @@ struct ChosenPath {
 inline constexpr double kPeerFloor = 1e9;
 
 struct PathOptions {
-  std::optional<PathKind>
-      required;  // refuse anything slower: kFailedPrecondition says why it is impossible
-  std::optional<PathKind>
-      best;  // try nothing faster: to measure or test a path that is not the best one
+  // refuse anything slower: kFailedPrecondition says why it is impossible
+  std::optional<PathKind> required;
+  // try nothing faster: to measure or test a path that is not the best one
+  std::optional<PathKind> best;
   absl::Duration timeout = absl::Seconds(5);
   int gpu = -1;  // the worker's, CUDA ordinal: where units are delivered to; -1: to host memory
 };

@@ -122,8 +122,8 @@ class Sequence final : public SealJob {
   int num_open_pages_ = 0;
   int num_woken_ = 0;                 // complete pages that the sealer was told of
   std::vector<PageKey> prompt_keys_;  // of the pages at open
-  std::vector<PageKey>
-      private_keys_;  // [P_cap - open pages], computed at open: the sealer only reads
+  // [P_cap - open pages], computed at open: the sealer only reads
+  std::vector<PageKey> private_keys_;
 
   std::mutex homes_mutex_;                          // guards what follows; never taken in a step
   std::vector<std::shared_ptr<Attachment>> homes_;  // [sealed pages] where each page was last found

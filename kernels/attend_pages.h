@@ -23,8 +23,8 @@ struct AttendPagesArgs {
   // pages stands in place p: [P_cap][L][Hk] units. Attended are pages [0, num_sinks), the selected
   // ones, and from first_ring_page to the tail.
   const StepRow* rows;  // [N]
-  const uint16_t*
-      k;  // [N, Hk, D] of the model's dtype: the step's token, written into the tail unit
+  // [N, Hk, D] of the model's dtype: the step's token, written into the tail unit
+  const uint16_t* k;
   const uint16_t* v;
   int max_selected;
   const int32_t* selected;      // [N, Hk, max_selected], ascending, none of them always attended

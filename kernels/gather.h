@@ -19,8 +19,8 @@ namespace kvd {
 // One unit to copy out of an arena.
 struct GatherUnit {
   const uint8_t* source;  // unit in the arena
-  const PageHeader*
-      header;  // its slot's header; null: the source is the caller's own and does not change: valid
+  // its slot's header; null: the source is the caller's own and does not change: valid
+  const PageHeader* header;
   uint64_t generation;  // expected: even, and seen sealed before the copy began (Match gives such)
   uint8_t* destination;
 };

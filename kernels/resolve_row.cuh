@@ -58,8 +58,8 @@ struct Scratch {
     int32_t num;
   };
   Fixed* fixed;
-  uint64_t*
-      order;  // [PowerOfTwo(S)] step << kSlotBits | slot, of the slots that this step does not use
+  // [PowerOfTwo(S)] step << kSlotBits | slot, of the slots that this step does not use
+  uint64_t* order;
   int32_t* misses;  // [K] positions of the pages that no slot has
 };
 __host__ __device__ inline int PowerOfTwo(int n) {

@@ -136,8 +136,8 @@ template <class S, bool kBf16>
 __device__ __forceinline__ void AddQueries(const ScoreArgs& args, const uint4 (&bits)[S::kWords],
                                            int set, Queries<S>* q) {
   uint32_t pairs[S::kWords][4];
-  uint32_t magnitudes =
-      0;  // largest of the low halves and of the high ones: both formats sort as integers
+  // largest of the low halves and of the high ones: both formats sort as integers
+  uint32_t magnitudes = 0;
 #pragma unroll
   for (int w = 0; w < S::kWords; ++w) {
     pairs[w][0] = bits[w].x, pairs[w][1] = bits[w].y, pairs[w][2] = bits[w].z,

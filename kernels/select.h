@@ -37,8 +37,8 @@ namespace kvd {
 
 enum class CombineRule : uint32_t {
   kShare = 0,  // ln score = LSE_g(lse - Z_g) - ln G: the group's mean share of all summarised mass
-  kPeak =
-      1,  // sum_g exp(lse - max over sinks and selectable pages): the authors' code, for comparison
+  // sum_g exp(lse - max over sinks and selectable pages): the authors' code, for comparison
+  kPeak = 1,
 };
 
 struct SelectArgs {

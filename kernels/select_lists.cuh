@@ -25,8 +25,8 @@ struct Lists {
 };
 constexpr float kOne = 2147483648.0f;  // 2^31
 constexpr float kLeastKept = 0.25f;
-constexpr int kMostListed =
-    8192;  // candidates: their shares, each rounded by 2^-32, are then off by 2e-6 at most
+// candidates: their shares, each rounded by 2^-32, are then off by 2e-6 at most
+constexpr int kMostListed = 8192;
 
 // Sinks and window, in order: how many there are, and which page is number i.
 __device__ __forceinline__ int NumKept(const Row& row) {

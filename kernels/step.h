@@ -27,8 +27,8 @@ namespace kvd {
 
 // A daemon's arena that is mapped into this process, as kernels see it.
 struct PeerArena {
-  const uint8_t* const* slabs =
-      nullptr;  // [num_slabs] addresses of slot 0, 1, ... of each slab: [L][shard heads] units
+  // [num_slabs] addresses of slot 0, 1, ... of each slab: [L][shard heads] units
+  const uint8_t* const* slabs = nullptr;
   const PageHeader* headers = nullptr;  // [num_slots]; null: no such daemon, or not mapped
   const uint32_t* lost = nullptr;       // word in host memory; not 0 once the session is fenced
   uint32_t num_slots = 0;
@@ -53,8 +53,8 @@ struct StepRow {
   uint8_t* ring = nullptr;      // [ring_pages][L][heads] units
   const uint8_t* sinks = nullptr;     // [sinks][L][heads] units
   const PagePlace* places = nullptr;  // [P_cap][shards held]
-  uint64_t* selectable =
-      nullptr;  // bitset over pages: the step clears the bits of pages that were not there
+  // bitset over pages: the step clears the bits of pages that were not there
+  uint64_t* selectable = nullptr;
   uint8_t* cache = nullptr;  // [L][heads][cache slots] units
 };
 
@@ -218,8 +218,8 @@ struct PageUpdate {
   int32_t page;
   uint32_t flags;  // kSelectable, kForget
   static constexpr uint32_t kSelectable = 1;
-  static constexpr uint32_t kForget =
-      2;  // what the page cache holds of it is another page's bytes now
+  // what the page cache holds of it is another page's bytes now
+  static constexpr uint32_t kForget = 2;
 };
 struct PageUpdateArgs {
   int num_updates;

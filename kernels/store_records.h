@@ -21,15 +21,15 @@
 namespace kvd {
 
 struct SlotRecords {
-  const uint8_t*
-      summary;  // SlotLayout::summary_bytes(), 16-byte aligned; null: nothing to store, not valid
-  const PageHeader*
-      header;  // null: the source is this process's own and was proved by its generation already
+  // SlotLayout::summary_bytes(), 16-byte aligned; null: nothing to store, not valid
+  const uint8_t* summary;
+  // null: the source is this process's own and was proved by its generation already
+  const PageHeader* header;
   uint64_t generation;  // expected; even
   uint64_t checksum;    // of the summary; used where header is null, else the header's counts
   int32_t page;         // place in the mirror
-  int32_t
-      first_head;  // head of this worker that the slot's head 0 is: shard position * shard heads
+  // head of this worker that the slot's head 0 is: shard position * shard heads
+  int32_t first_head;
 };
 
 struct StoreRecordsArgs {

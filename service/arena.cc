@@ -143,8 +143,8 @@ absl::Status Arena::CheckUnit(int layer, int head) const {
 
 absl::StatusOr<ReservationPin> Arena::PinReservation(SessionId session, Ticket ticket) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  KVD_CHECK(
-      unpublished_.empty());  // whoever evicted a slot told its readers before it could be written
+  // whoever evicted a slot told its readers before it could be written
+  KVD_CHECK(unpublished_.empty());
   Reservation* reservation = FindReservationLocked(session, ticket);
   const bool sealed = reservation == nullptr && IsSealedTicketLocked(session, ticket);
   if (sealed || (reservation != nullptr && reservation->sealing)) {

@@ -187,8 +187,8 @@ void IngestServer::Impl::Store(Job& job) {
   job.stored.assign(BitmapBytes(count), 0);
   items_.clear();
   uint64_t pinned = 0;
-  bool is_pinned =
-      false;  // the ticket `pinned`, by the last of the pins; a page's units come together
+  // the ticket `pinned`, by the last of the pins; a page's units come together
+  bool is_pinned = false;
   std::vector<ReservationPin> pins;
   for (size_t i = 0; i < count; ++i) {
     IngestEntry entry;

@@ -73,8 +73,8 @@ struct MoveCounters {
   using ByReason = std::array<Counter, kNumMoveReasons>;
   std::array<ByReason, kNumCarriers> pages;
   std::array<ByReason, kNumCarriers> bytes;  // units and records
-  std::array<ByReason, kNumCarriers>
-      aborted;  // ucx: rounds that a destination ended; nccl: moves that UCX went on with
+  // ucx: rounds that a destination ended; nccl: moves that UCX went on with
+  std::array<ByReason, kNumCarriers> aborted;
 };
 
 // Methods of the control plane, in the order of kRpcNames.

@@ -56,8 +56,8 @@ struct Server::Parts {
   void LogStart() const;
 
   const locks_kvd::v1::DaemonConfig config;
-  const absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>>
-      nccl;  // or why bulk moves go by UCX
+  // or why bulk moves go by UCX
+  const absl::StatusOr<std::shared_ptr<const CommunicatorLibrary>> nccl;
   const SteadyClock clock;
   const Incarnation incarnation = RandomBytes16();
   Metrics metrics;

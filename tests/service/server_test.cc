@@ -203,8 +203,8 @@ TEST_F(ServerTest, DrainWaitsForLeasesAndSaysHowManyItCutOff) {
     result = server->Drain(absl::Seconds(30), "test");
     ended = true;
   });
-  std::this_thread::sleep_for(
-      std::chrono::milliseconds(50));  // a drain that does not wait has ended by now
+  // a drain that does not wait has ended by now
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
   EXPECT_FALSE(ended);
   grpc::ClientContext context;
   v1::ReleaseRequest release;

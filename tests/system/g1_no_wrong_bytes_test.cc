@@ -104,8 +104,8 @@ TEST_P(NoWrongBytesTest, ReadersOfAnArenaThatAlwaysEvictsGetSealedBytesOrNothing
   std::atomic<int64_t> num_sealed{0};
   int64_t num_failed = 0;
   std::thread writing([&] {
-    std::deque<PutReport>
-        held;  // leases of the newest batches; older pages may be evicted while they are read
+    // leases of the newest batches; older pages may be evicted while they are read
+    std::deque<PutReport> held;
     for (uint64_t write = 1; !stop; ++write) {
       const auto versions = VersionsOf(write * kBatch % kPages, kBatch, write);
       held.push_back(worker->Put(versions));

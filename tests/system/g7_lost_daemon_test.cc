@@ -188,8 +188,8 @@ class LostDaemonTest : public ::testing::TestWithParam<PathKind> {
   std::vector<int> owners_;
   int victim_ = 0;
   int64_t token_ = 0;
-  std::vector<double>
-      exact_lost_;  // [query heads] of the layer run last: mass on the pages it was to do without
+  // [query heads] of the layer run last: mass on the pages it was to do without
+  std::vector<double> exact_lost_;
 };
 
 TEST_P(LostDaemonTest, RecomputeReportsThePagesAndRepairsExactlyWhatWasPutAgain) {
