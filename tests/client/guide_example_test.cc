@@ -145,8 +145,7 @@ absl::Status DecodeToken(kvd::Sequence& sequence, Engine& engine) {
   absl::Status status;
   const int64_t token = sequence.num_tokens();
   for (int layer = 0; layer < engine.num_layers(); ++layer) {
-    const kvd::StepInput input =
-        engine.Project(layer, token);  // queries, the token's key and value
+    const kvd::StepInput input = engine.Project(layer, token);  // queries, the token's k and v
     status.Update(sequence.Run(layer, input, engine.Output()));
     if (!status.ok() && !absl::IsUnavailable(status)) return status;
     engine.UseOutput(sequence.result());
