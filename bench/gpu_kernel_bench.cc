@@ -437,7 +437,8 @@ int Main() {
                                  {8, 128},
                                  {32, 32},
                                  {1, 128, 4, 8},
-                                 {1, 1024, 4, 8}}) {
+                                 {1, 1024, 4, 8},
+                                 {1, 1024, 4, 16}}) {
     AddScore(records, Scan::kFull, shape, &report);
     AddScore(records, Scan::kCoarse, shape, &report);
   }

@@ -187,11 +187,11 @@ __global__ void __cluster_dims__(kParts / kEach, 1, 1) __launch_bounds__(kThread
         static_cast<uint32_t>(args.group * (S::kDim * kEach * static_cast<int>(sizeof(float)) +
                                             kParts * static_cast<int>(sizeof(Part)))));
   }
-  __syncwarp();
   const int slot = warp * kParts + rank * kEach;  // the warp's first of kEach
   Units units(
       all, row, rank,
       UnitMemory{memory, SharedAt<S, kEach>(args.group), memory + UnitsAt<S, kEach>(args.group)});
+  __syncwarp();
   ptx::ClusterArrive();
   AwaitParameters(all);
   WaitForPredecessor();

@@ -107,8 +107,9 @@ __device__ __forceinline__ void FullTokens(const FullLane<S>& lane, int u,
 // cap the result has the bits of the fast way. Out of line and by value, so that the fast way's
 // registers stay free.
 template <class S>
-__device__ __noinline__ PerPage<S> FullGuarded(Records records, Queries<S> q, float cap2,
+__device__ __noinline__ PerPage<S> FullGuarded(Records records, PackedQueries<S> packed, float cap2,
                                                PerPage<S> center) {
+  const Queries<S> q = packed.Unpacked();
   const FullLane<S> lane(records);
   PerPage<S> log_sum = {};
   const int t = threadIdx.x % 4, quad = threadIdx.x % 32 & ~3;
@@ -158,7 +159,7 @@ __device__ __forceinline__ PerPage<S> ScoreFullStep(const Records& records, cons
     for (int set = 0; set < S::kSets; ++set) plain &= IsPlain(y[u][set][0], y[u][set][1], kPlainY);
   }
   if (!__all_sync(kAllLanes, plain)) {
-    lse2 = FullGuarded<S>(records, q, cap2, center);
+    lse2 = FullGuarded<S>(records, PackedQueries<S>(q), cap2, center);
     FinishGuarded(center, {}, cap2, &lse2);
   } else {
     float part[S::kSets][kStep] = {};
@@ -251,8 +252,9 @@ __device__ __forceinline__ void CoarseTokens(const Split& first, int first_lane,
 
 // As FullGuarded.
 template <class S>
-__device__ __noinline__ PerPage<S> CoarseGuarded(Records records, Queries<S> q, float cap2,
-                                                 PerPage<S> center) {
+__device__ __noinline__ PerPage<S> CoarseGuarded(Records records, PackedQueries<S> packed,
+                                                 float cap2, PerPage<S> center) {
+  const Queries<S> q = packed.Unpacked();
   PerPage<S> log_sum = {};
   const int t = threadIdx.x % 4, quad = threadIdx.x % 32 & ~3;
 #pragma unroll 1
@@ -304,7 +306,7 @@ __device__ __forceinline__ PerPage<S> ScoreCoarseStep(const Records& records, co
       plain &= IsPlain(y[part][set][0], y[part][set][1], kPlainY);
   }
   if (!__all_sync(kAllLanes, plain)) {
-    lse2 = CoarseGuarded<S>(records, q, cap2, center);
+    lse2 = CoarseGuarded<S>(records, PackedQueries<S>(q), cap2, center);
     FinishGuarded(center, term, cap2, &lse2);
   } else {
     float sums[S::kSets][kStep] = {};
