@@ -31,6 +31,13 @@ struct Queries {
   float half_norm[S::kSets];       // .5 * scale^2 * |q|^2 * log2(e)
 };
 
+// Sums of products start at 1.5 2^23 as a float: their bits are then at once those of the float 1.5
+// 2^23 + sum, exact for |sum| <= 2^22, which no 256 products of int8 values exceed.
+inline constexpr float kMagic = 12582912.0f;
+inline constexpr int32_t kMagicBits = 0x4B400000;
+// The same with the sign of the float: -1.5 2^23 - sum. Only for sums that are 0.
+inline constexpr int32_t kMinusMagicBits = static_cast<int32_t>(0xCB400000u);
+
 // Queries without what is twice there or not needed: few enough words that 8 heads' go to a
 // function in registers. As they are they would go by local memory, and stay there for every step;
 // those of up to 4 heads are few enough as they are.
@@ -60,42 +67,32 @@ struct PackedQueries {
     }
   }
   // But half_norm.
-  __device__ __forceinline__ Queries<S> Unpacked() const;
+  __device__ __forceinline__ Queries<S> Unpacked() const {
+    Queries<S> q = {};
+#pragma unroll
+    for (int row = 0; row < 2 * S::kMmas; ++row) {
+      const int mma = row / 2, upper = row % 2;
+      const bool held = row < kRows;
+#pragma unroll
+      for (int w = 0; w < S::kWords; ++w) {
+        q.a[mma][w][upper] = held ? a[row % kRows][w][0] : 0;
+        q.a[mma][w][2 + upper] = held ? a[row % kRows][w][1] : 0;
+      }
+#pragma unroll
+      for (int i = 2 * upper; i < 2 * upper + 2; ++i) {
+        q.start[mma][i] = held ? start[row % kRows] : kMagicBits;
+        if constexpr (!S::kOnlyCoarse)
+          q.low_start[mma][i] = held ? low_start[row % kRows] : kMagicBits;
+      }
+    }
+#pragma unroll
+    for (int set = 0; set < S::kSets; ++set) {
+      q.middle[set] = middle[set];
+      q.factor[set] = factor[set];
+    }
+    return q;
+  }
 };
-
-// Sums of products start at 1.5 2^23 as a float: their bits are then at once those of the float 1.5
-// 2^23 + sum, exact for |sum| <= 2^22, which no 256 products of int8 values exceed.
-inline constexpr float kMagic = 12582912.0f;
-inline constexpr int32_t kMagicBits = 0x4B400000;
-// The same with the sign of the float: -1.5 2^23 - sum. Only for sums that are 0.
-inline constexpr int32_t kMinusMagicBits = static_cast<int32_t>(0xCB400000u);
-
-template <class S>
-__device__ __forceinline__ Queries<S> PackedQueries<S>::Unpacked() const {
-  Queries<S> q = {};
-#pragma unroll
-  for (int row = 0; row < 2 * S::kMmas; ++row) {
-    const int mma = row / 2, upper = row % 2;
-    const bool held = row < kRows;
-#pragma unroll
-    for (int w = 0; w < S::kWords; ++w) {
-      q.a[mma][w][upper] = held ? a[row % kRows][w][0] : 0;
-      q.a[mma][w][2 + upper] = held ? a[row % kRows][w][1] : 0;
-    }
-#pragma unroll
-    for (int i = 2 * upper; i < 2 * upper + 2; ++i) {
-      q.start[mma][i] = held ? start[row % kRows] : kMagicBits;
-      if constexpr (!S::kOnlyCoarse)
-        q.low_start[mma][i] = held ? low_start[row % kRows] : kMagicBits;
-    }
-  }
-#pragma unroll
-  for (int set = 0; set < S::kSets; ++set) {
-    q.middle[set] = middle[set];
-    q.factor[set] = factor[set];
-  }
-  return q;
-}
 
 // Row g + 8 `upper` of product `mma` holds this digit; 3 for none.
 template <class S>
